@@ -1,0 +1,177 @@
+"""The backend contract, and the table of backends.
+
+A backend is a module with two functions:
+
+    resolve(visibility, seq_len, head_width, dtype, options) -> Effective
+    attend(q, local, compressed, *, visibility, sinks, segments, selected, options) -> out
+
+`resolve` is plain Python: it runs when a config is validated, before anything is compiled, raises on what the
+backend cannot honour, and returns the settings that `attend` will use. Nothing falls back by itself.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from research.attention import visibility as visibility_lib
+
+_MODULES = {
+    "dot_product": "research.attention.backends.dot_product",
+    "splash": "research.attention.backends.splash",
+}
+NAMES = tuple(_MODULES)
+_PLATFORM = contextvars.ContextVar("platform", default="")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user may ask of a backend; the default of each field leaves the choice to the backend.
+
+    Attributes:
+      schedule: list of key blocks the kernel visits, by name (`research/attention/schedules`).
+      block_q: queries per block of the forward kernel.
+      block_kv: keys per block of the forward kernel.
+      block_kv_compute: keys per matrix product inside a forward block.
+      block_q_dkv: as `block_q`, backward kernel.
+      block_kv_dkv: as `block_kv`, backward kernel.
+      block_kv_dkv_compute: as `block_kv_compute`, backward kernel.
+      dq_reduction_steps: key blocks between reductions of dq; 0 is the schedule's own way, 3 the ring buffer.
+    """
+
+    schedule: str = "auto"
+    block_q: int = 0
+    block_kv: int = 0
+    block_kv_compute: int = 0
+    block_q_dkv: int = 0
+    block_kv_dkv: int = 0
+    block_kv_dkv_compute: int = 0
+    dq_reduction_steps: int = 0
+
+
+Effective = dict[str, int | str | bool]
+
+
+class Backend(Protocol):
+    """The contract every backend module keeps."""
+
+    def resolve(
+        self,
+        visibility: visibility_lib.Visibility,
+        seq_len: int,
+        head_width: int,
+        dtype: Any,
+        options: Options,
+    ) -> Effective:
+        """Returns the effective settings.
+
+        Raises:
+          ValueError: an option is malformed or has no effect here; names the option, its value, what is allowed.
+          NotImplementedError: the backend lacks something the request needs.
+        """
+
+    def attend(
+        self,
+        q: jax.Array,
+        local: jax.Array,
+        compressed: jax.Array,
+        *,
+        visibility: visibility_lib.Visibility,
+        sinks: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        selected: jax.Array | None = None,
+        options: Options = Options(),
+    ) -> jax.Array:
+        """Shared-key-value multi-query attention with one softmax over local keys, entries and sink.
+
+        Logits are `q . k / sqrt(D)`; keys serve as values. A row that sees nothing outputs exactly 0.
+
+        Args:
+          q: [B, S, H, D] queries.
+          local: [B, S, D] raw keys.
+          compressed: [B, C, D] entries, `C == visibility.num_entries(S)`.
+          visibility: who sees whom.
+          sinks: float32 [H], one extra logit per head that adds to the softmax's denominator alone.
+          segments: int32 [B, S], >= 0 for a document, -1 for padding; None means one document.
+          selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice.
+          options: see `Options`.
+
+        Returns:
+          [B, S, H, D] in q's dtype.
+        """
+
+
+def names() -> tuple[str, ...]:
+    """Names that `config.attention.backend` may take."""
+    return ("auto", *NAMES)
+
+
+def platform() -> str:
+    """What programs are compiled for: 'cpu', 'gpu' or 'tpu'; this process's own devices unless `compiling_for`."""
+    return _PLATFORM.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def compiling_for(name: str) -> Iterator[None]:
+    """Within it, backends prepare programs for that platform, to be compiled ahead of time."""
+    token = _PLATFORM.set(name)
+    try:
+        yield
+    finally:
+        _PLATFORM.reset(token)
+
+
+def resolve_name(name: str) -> str:
+    """Turns 'auto' into the backend for the platform; other names must be known."""
+    if name == "auto":
+        return "splash" if platform() == "tpu" else "dot_product"
+    if name not in _MODULES:
+        raise ValueError(f"backend={name!r}: must be one of {', '.join(names())}")
+    return name
+
+
+def get(name: str) -> Backend:
+    """The backend module of that name; imported late, since tokamax takes a second to import."""
+    if name not in _MODULES:
+        raise ValueError(f"backend={name!r}: must be one of {', '.join(NAMES)}")
+    return importlib.import_module(_MODULES[name])
+
+
+def check_arguments(q, local, compressed, *, visibility, sinks, segments, selected) -> None:
+    """Raises ValueError, naming the argument, where shapes or dtypes break the contract."""
+    if q.ndim != 4:
+        raise ValueError(f"q: shape {q.shape}, must be [B, S, H, D]")
+    batch, seq_len, heads, width = q.shape
+    entries = visibility.num_entries(seq_len)
+    _expect("local", local, (batch, seq_len, width), q.dtype)
+    _expect("compressed", compressed, (batch, entries, width), q.dtype)
+    if sinks is not None:
+        _expect("sinks", sinks, (heads,), jnp.float32)
+    if segments is not None:
+        _expect("segments", segments, (batch, seq_len), jnp.int32)
+    if visibility.kind == "csa":
+        if selected is None:
+            raise ValueError("selected: None, but CompressedSparse needs the indexer's choice, bool [B, S, C]")
+        _expect("selected", selected, (batch, seq_len, entries), jnp.bool_)
+    elif selected is not None:
+        raise ValueError(f"selected: given, but {type(visibility).__name__} takes none")
+
+
+def refuse_options(backend: str, options: Options, allowed: tuple[str, ...] = ()) -> None:
+    """Raises ValueError for an option that was set although this backend does not read it."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name not in allowed and value != field.default:
+            raise ValueError(f"{field.name}={value!r}: has no effect with backend={backend!r}; leave {field.default!r}")
+
+
+def _expect(name: str, array: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(
+            f"{name}: {array.dtype} {list(array.shape)}, must be {jnp.dtype(dtype).name} {list(shape)}"
+        )

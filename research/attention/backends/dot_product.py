@@ -1,0 +1,68 @@
+"""Dense float32 attention: the oracle that every other backend is held against. Memory grows with S * (S + C)."""
+
+import jax
+import jax.numpy as jnp
+
+from research.attention import backends
+from research.attention import visibility as visibility_lib
+
+# Finite, and within float32: infinities would hide behind 0 * inf in a gradient.
+MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def resolve(visibility, seq_len, head_width, dtype, options) -> backends.Effective:
+    """See `backends.Backend.resolve`. No option has an effect here."""
+    del visibility, seq_len, head_width, dtype
+    backends.refuse_options("dot_product", options)
+    return {"accumulation_dtype": "float32"}
+
+
+def attend(
+    q,
+    local,
+    compressed,
+    *,
+    visibility,
+    sinks=None,
+    segments=None,
+    selected=None,
+    options=backends.Options(),
+):
+    """See `backends.Backend.attend`."""
+    backends.check_arguments(
+        q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
+    )
+    backends.refuse_options("dot_product", options)
+    keys_BxTxD = jnp.concatenate([local, compressed], axis=1).astype(jnp.float32)
+    mask_BxSxT = dense_mask(visibility, q.shape[1], segments, selected)[:, None]
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("bshd,btd->bhst", q.astype(jnp.float32), keys_BxTxD, precision=highest)
+    logits = jnp.where(mask_BxSxT, logits * q.shape[-1] ** -0.5, MASK_VALUE)
+
+    peak = logits.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        peak = jnp.maximum(peak, sinks[:, None, None])
+    peak = jax.lax.stop_gradient(peak)
+    weights = jnp.where(mask_BxSxT, jnp.exp(logits - peak), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sinks[:, None, None] - peak)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    return jnp.einsum("bhst,btd->bshd", weights, keys_BxTxD, precision=highest).astype(q.dtype)
+
+
+def dense_mask(visibility, seq_len: int, segments=None, selected=None) -> jax.Array:
+    """Bool [B or 1, S, S + C]: the visibility, the documents and the indexer's choice as one array."""
+    t = jnp.arange(seq_len)[:, None]
+    parts = [visibility.sees_local(t, jnp.arange(seq_len))[None]]
+    if segments is not None:
+        parts[0] &= visibility_lib.same_segment(segments[:, :, None], segments[:, None, :])
+    entries = visibility.num_entries(seq_len)
+    if entries:
+        sees = visibility.sees_compressed(t, jnp.arange(entries))[None]
+        if segments is not None:
+            of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
+            sees &= visibility_lib.same_segment(segments[:, :, None], of_entry[:, None, :])
+        parts.append(sees if selected is None else sees & selected)
+    batch = max(part.shape[0] for part in parts)
+    return jnp.concatenate([jnp.broadcast_to(part, (batch, *part.shape[1:])) for part in parts], axis=-1)

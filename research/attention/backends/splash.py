@@ -1,0 +1,155 @@
+"""tokamax's splash kernels: the TPU backend, interpreted elsewhere."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from research.attention import backends, layout, schedules
+from research.attention import tokamax_splash as splash
+
+_DEFAULT_BLOCK = 512
+
+
+def resolve(visibility, seq_len, head_width, dtype, options) -> backends.Effective:
+    """See `backends.Backend.resolve`."""
+    del head_width
+    schedule = schedules.resolve_name(options.schedule, visibility.kind)
+    if options.dq_reduction_steps not in (0, 3):
+        raise ValueError(f"dq_reduction_steps={options.dq_reduction_steps}: must be 0 (the schedule's own) or 3")
+    blocks = _blocks(seq_len, options)
+    lay = _layout(visibility, seq_len, blocks)
+    key_steps = lay.kv_len // blocks["block_kv_dkv"]
+    # A runtime mask leaves the kernel no other way than its ring buffer of three, whatever was asked.
+    ring = options.dq_reduction_steps == 3 or schedules.TABLE[schedule].runtime_mask
+    few = ring or key_steps <= 4  # beyond four partial sums the kernel keeps them in float32
+    return {
+        "schedule": schedule,
+        **blocks,
+        "dq_reduction_steps": 3 if ring else key_steps,
+        "dq_dtype": jnp.dtype(dtype).name if few else "float32",
+        "q_len": lay.q_len,
+        "kv_len": lay.kv_len,
+        "interpreted": backends.platform() != "tpu",
+    }
+
+
+def attend(
+    q,
+    local,
+    compressed,
+    *,
+    visibility,
+    sinks=None,
+    segments=None,
+    selected=None,
+    options=backends.Options(),
+):
+    """See `backends.Backend.attend`."""
+    backends.check_arguments(
+        q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
+    )
+    effective = resolve(visibility, q.shape[1], q.shape[3], q.dtype, options)
+    lay = _layout(visibility, q.shape[1], effective)
+    schedule = schedules.TABLE[effective["schedule"]]
+    config = _splash_config(effective)
+
+    scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
+    sequences = {
+        "q": lay.pad_queries(scaled.swapaxes(1, 2), axis=2),
+        "keys": lay.join_keys(local, compressed),
+        "ids": None if segments is None else lay.segment_ids(segments),
+        "selected": selected,
+    }
+    one = functools.partial(_attend_one, lay, schedule, config, sinks)
+    # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
+    # segment ids make all sequences share one pruned schedule, and the interpreter cannot vmap at all.
+    out = jax.lax.map(one, sequences)
+    out = out[:, :, : lay.seq_len].swapaxes(1, 2)
+    return out if segments is None else jnp.where(segments[:, :, None, None] >= 0, out, 0)
+
+
+def _attend_one(lay, schedule, config, sinks, sequence):
+    """One sequence: q [H, q_len, D], keys [kv_len, D] -> [H, q_len, D]."""
+    rows, cols = sequence["ids"] or (None, None)
+    if schedule.runtime_mask:
+        kernel = schedule.kernel(lay, config, lay.runtime_mask(rows, cols, sequence["selected"]))
+        ids = None  # already part of the mask
+    else:
+        kernel = schedule.kernel(lay, config)
+        ids = None if rows is None else splash.SegmentIds(q=rows, kv=cols)
+    return _call(kernel, sequence["q"], sequence["keys"], ids, sinks)
+
+
+@jax.custom_vjp
+def _call(kernel, q, keys, ids, sinks):
+    """The kernel with a float32 gradient of the sinks: its own has q's dtype, which autodiff refuses in bfloat16."""
+    return kernel(q, keys, keys, ids, sinks)
+
+
+def _call_forward(kernel, q, keys, ids, sinks):
+    def with_residuals(q, keys):
+        return kernel(q, keys, keys, ids, sinks, save_residuals=True)
+
+    out, pull_back, stats = jax.vjp(with_residuals, q, keys, has_aux=True)
+    return out, (pull_back, out, stats["logsumexp"], sinks)
+
+
+def _call_backward(residuals, d_out):
+    pull_back, out_HxSxD, logsumexp_HxS, sinks = residuals
+    d_sinks = None
+    if sinks is not None:
+        # The sink takes exp(sink - logsumexp) of a row's weight away from the keys, whose mean value is `out`.
+        weight_HxS = jnp.exp(sinks[:, None] - logsumexp_HxS)
+        product_HxS = jnp.sum(out_HxSxD.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+        d_sinks = -jnp.sum(weight_HxS * product_HxS, axis=-1)
+    return (None, *pull_back(d_out), None, d_sinks)
+
+
+_call.defvjp(_call_forward, _call_backward)
+
+
+def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
+    """The six block sizes: a size not given is its forward one's, or as large as is useful."""
+    longest = layout.round_up(seq_len, layout.LANES)
+    default = min(_DEFAULT_BLOCK, longest)
+    blocks = {"block_q": options.block_q or default, "block_kv": options.block_kv or default}
+    blocks["block_kv_compute"] = options.block_kv_compute or blocks["block_kv"]
+    blocks["block_q_dkv"] = options.block_q_dkv or blocks["block_q"]
+    blocks["block_kv_dkv"] = options.block_kv_dkv or blocks["block_kv"]
+    blocks["block_kv_dkv_compute"] = options.block_kv_dkv_compute or blocks["block_kv_dkv"]
+    for name, size in blocks.items():
+        if size <= 0 or size % layout.LANES:
+            raise ValueError(f"{name}={size}: must be 0 (chosen for you) or a positive multiple of {layout.LANES}")
+        if size > longest:
+            raise ValueError(f"{name}={size}: must be at most {longest}, the padded length of {seq_len} tokens")
+    for name in ("block_kv", "block_kv_dkv"):
+        if blocks[name] % blocks[f"{name}_compute"]:
+            raise ValueError(f"{name}_compute={blocks[f'{name}_compute']}: must divide {name}={blocks[name]}")
+    return blocks
+
+
+def _layout(visibility, seq_len: int, blocks: backends.Effective) -> layout.Layout:
+    return layout.make(
+        visibility,
+        seq_len,
+        block_q=(blocks["block_q"], blocks["block_q_dkv"]),
+        block_kv=(blocks["block_kv"], blocks["block_kv_dkv"]),
+    )
+
+
+def _splash_config(effective: backends.Effective) -> splash.SplashConfig:
+    names = {field.name for field in dataclasses.fields(splash.SplashConfig)}
+    blocks = {name: size for name, size in effective.items() if name in names and name.startswith("block_")}
+    return splash.SplashConfig(
+        **blocks,
+        dq_reduction_steps=3 if effective["dq_reduction_steps"] == 3 else None,
+        interpret=_INTERPRET if effective["interpreted"] else False,
+    )
+
+
+# The simple `interpret=True` loses aliased outputs between grid steps on jax 0.10: dq would be wrong, silently.
+# This one simulates the TPU's memory, and NaN in what was never written makes a wrong read show.
+_INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan")

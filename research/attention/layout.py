@@ -1,0 +1,118 @@
+"""Where the splash kernel's rows and columns lie: queries `[q | pad]`, keys `[local | pad | compressed | pad]`.
+
+Both key parts start on a block boundary. The local part is at least as long as the padded queries, so that every
+row of the kernel, a padded one too, sees its own local key: no softmax is ever empty and nothing is ever 0 / 0.
+What padding computes is thrown away afterwards, with a zero cotangent.
+
+There are at least two key blocks: with a single one tokamax's ring buffer keeps only the last head's part of dk,
+since a block whose index does not change between grid steps is not read again (found at S=1, both versions).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from research.attention import visibility as visibility_lib
+
+LANES = 128  # a block is a multiple of the TPU's lane count
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Lengths of the kernel's rows and columns.
+
+    Attributes:
+      visibility: who sees whom.
+      seq_len: S, real queries and local keys.
+      entries: C, real compressed keys.
+      q_len: padded queries.
+      local_len: padded local keys; the compressed keys start here.
+      compressed_len: padded compressed keys.
+    """
+
+    visibility: visibility_lib.Visibility
+    seq_len: int
+    entries: int
+    q_len: int
+    local_len: int
+    compressed_len: int
+
+    @property
+    def kv_len(self) -> int:
+        """Padded keys in all."""
+        return self.local_len + self.compressed_len
+
+    def sees(self, row: Any, col: Any) -> Any:
+        """Whether the kernel's row sees its column, documents and selection aside; NumPy or JAX integers.
+
+        The rule needs no case for padding: a real row sees neither a later token nor an unfinished entry.
+        """
+        seen = self.visibility.sees_local(row, col) & (col < self.local_len)
+        if self.entries:
+            seen |= self.visibility.sees_compressed(row, col - self.local_len) & (col >= self.local_len)
+        return seen
+
+    def pad_queries(self, x: jax.Array, axis: int) -> jax.Array:
+        """Pads `axis` from S to `q_len` with zeros."""
+        return _pad(x, axis, self.q_len, 0)
+
+    def join_keys(self, local: jax.Array, compressed: jax.Array) -> jax.Array:
+        """[B, S, D] and [B, C, D] to [B, kv_len, D]."""
+        local = _pad(local, 1, self.local_len, 0)
+        return jnp.concatenate([local, _pad(compressed, 1, self.compressed_len, 0)], axis=1)
+
+    def segment_ids(self, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, S] to the ids of the rows [B, q_len] and columns [B, kv_len], to be compared for equality.
+
+        Padded tokens see each other and themselves (see the module's docstring), straddling entries nobody.
+        """
+        rows = _pad(segments, 1, self.q_len, visibility_lib.PADDING)
+        cols = _pad(segments, 1, self.local_len, visibility_lib.PADDING)
+        if self.entries:
+            of_entry = visibility_lib.entry_segments(segments, self.visibility.ratio)
+            of_entry = _pad(of_entry, 1, self.compressed_len, visibility_lib.STRADDLES)
+            cols = jnp.concatenate([cols, of_entry], axis=1)
+        return rows, cols
+
+    def runtime_mask(self, rows: jax.Array | None, cols: jax.Array | None, selected: jax.Array | None) -> jax.Array:
+        """Bool [q_len, kv_len] of one sequence, from its `segment_ids` and the indexer's choice [S, C]."""
+        mask = self.sees(jnp.arange(self.q_len)[:, None], jnp.arange(self.kv_len)[None])
+        if rows is not None:
+            mask &= rows[:, None] == cols[None]
+        if selected is not None:
+            padding = ((0, self.q_len - self.seq_len), (self.local_len, self.compressed_len - self.entries))
+            local = jnp.arange(self.kv_len) < self.local_len
+            mask &= local[None] | jnp.pad(selected, padding)
+        return mask
+
+
+def make(
+    visibility: visibility_lib.Visibility, seq_len: int, block_q: tuple[int, ...], block_kv: tuple[int, ...]
+) -> Layout:
+    """The layout whose lengths every block size given divides."""
+    q_len = round_up(seq_len, math.lcm(*block_q))
+    kv_multiple = math.lcm(*block_kv)
+    entries = visibility.num_entries(seq_len)
+    compressed_len = round_up(entries, kv_multiple)
+    return Layout(
+        visibility=visibility,
+        seq_len=seq_len,
+        entries=entries,
+        q_len=q_len,
+        local_len=max(round_up(q_len, kv_multiple), 2 * kv_multiple - compressed_len),
+        compressed_len=compressed_len,
+    )
+
+
+def _pad(x: jax.Array, axis: int, length: int, value: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=value)

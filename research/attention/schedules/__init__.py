@@ -1,0 +1,48 @@
+"""Schedules: the list of key blocks that the splash kernel visits, and how it masks them.
+
+A schedule is a function `(layout, splash_config, mask) -> kernel`. Those that are fixed before the program runs take
+no mask and are built once per (layout, config); those that follow a runtime mask take a bool [q_len, kv_len].
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from research.attention.schedules import dynamic, static
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """An entry of the table.
+
+    Attributes:
+      kernel: makes the kernel.
+      kinds: visibilities it can express, by `visibility.kind`.
+      runtime_mask: whether documents and selection arrive as one mask at run time.
+    """
+
+    kernel: Callable
+    kinds: tuple[str, ...]
+    runtime_mask: bool
+
+
+TABLE = {
+    "dynamic": Schedule(dynamic.kernel, ("sliding", "hca", "csa"), runtime_mask=True),
+    "static": Schedule(static.kernel, ("sliding", "hca"), runtime_mask=False),
+}
+_DEFAULT = {"sliding": "static", "hca": "static", "csa": "dynamic"}
+
+
+def resolve_name(name: str, kind: str) -> str:
+    """The schedule of that name for a visibility's kind; 'auto' is the kind's default.
+
+    Raises:
+      ValueError: the name is unknown, or the schedule cannot express the kind.
+    """
+    allowed = [known for known, schedule in TABLE.items() if kind in schedule.kinds]
+    if name == "auto":
+        return _DEFAULT[kind]
+    if name not in TABLE:
+        raise ValueError(f"schedule={name!r}: must be auto or one of {', '.join(TABLE)}")
+    if name not in allowed:
+        raise ValueError(f"schedule={name!r}: cannot express {kind} attention; use {', '.join(allowed)}")
+    return name

@@ -1,0 +1,67 @@
+"""Frozen settings of the attention layer; field names and defaults are those of `research.config`."""
+
+import dataclasses
+
+from research.attention import backends
+from research.attention import visibility as visibility_lib
+
+KINDS = ("sliding", "hca", "csa")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding; see `config.rope`."""
+
+    theta: float
+    compressed_theta: float
+    yarn_factor: float
+    yarn_original_length: int
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """One set of attention settings for all layers of a model; see `config.attention`. `backend` is resolved."""
+
+    backend: str
+    schedule: str
+    csa_schedule: str
+    block_q: int
+    block_kv: int
+    block_kv_compute: int
+    block_q_dkv: int
+    block_kv_dkv: int
+    block_kv_dkv_compute: int
+    dq_reduction_steps: int
+    window: int
+    hca_ratio: int
+    csa_ratio: int
+    top_k: int
+    heads: int
+    head_width: int
+    rope_width: int
+    q_rank: int
+    out_groups: int
+    out_rank: int
+    index_heads: int
+    index_head_width: int
+    sinks: bool
+
+    def visibility(self, kind: str) -> visibility_lib.Visibility:
+        """The visibility of a layer of that kind ('sliding', 'hca' or 'csa')."""
+        if kind == "sliding":
+            return visibility_lib.SlidingWindow(self.window)
+        if kind == "hca":
+            return visibility_lib.HeavilyCompressed(self.window, self.hca_ratio)
+        if kind == "csa":
+            return visibility_lib.CompressedSparse(self.window, self.csa_ratio, self.top_k)
+        raise ValueError(f"attention kind {kind!r}: must be one of {', '.join(KINDS)}")
+
+    def options(self, kind: str) -> backends.Options:
+        """The backend options of a layer of that kind: CSA has a schedule of its own."""
+        names = [field.name for field in dataclasses.fields(backends.Options)]
+        options = {name: getattr(self, name) for name in names}
+        if kind == "csa":
+            options["schedule"] = self.csa_schedule
+        return backends.Options(**options)
