@@ -1,0 +1,70 @@
+"""Real text as packed batches: `build(config, alignment)` is all that a training loop needs."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import grain
+import ml_collections
+
+from research.data import corpus, packing
+from research.data.packing import BOS, VOCAB_SIZE, Batch, PackingSpec
+
+__all__ = ["BOS", "VOCAB_SIZE", "Batch", "Data", "PackingSpec", "build", "packing_spec"]
+
+# Not the run's seed: runs that differ in it are compared on the same validation batches.
+_VALIDATION_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """A corpus and how to pack it; batches are described in `research.data.packing`."""
+
+    corpus: corpus.Corpus
+    packing: PackingSpec
+    seed: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the corpus, whatever the split and the packing."""
+        return self.corpus.digest
+
+    def train_iterator(self) -> grain.DatasetIterator[Batch]:
+        """An endless iterator with `get_state()` and `set_state()`, reshuffled every epoch by the seed."""
+        return iter(packing.batches(self.corpus.training, self.packing, self.seed, repeat=True))
+
+    def validation_batches(self, limit: int = 0) -> Iterator[Batch]:
+        """The first `limit` validation batches (0: all of them), a fixed sample that is the same for every seed."""
+        dataset = packing.batches(self.corpus.validation, self.packing, _VALIDATION_SEED, repeat=False)
+        return itertools.islice(dataset, limit or None)
+
+    def describe(self) -> dict[str, str | int]:
+        """What was read, for the run's record: source, documents and bytes of each side, digest."""
+        training, validation = self.corpus.training, self.corpus.validation
+        return {
+            "source": self.corpus.description,
+            "training_documents": len(training),
+            "training_bytes": sum(len(document.text) for document in training),
+            "validation_documents": len(validation),
+            "validation_bytes": sum(len(document.text) for document in validation),
+            "digest": self.digest,
+        }
+
+
+def packing_spec(config: ml_collections.ConfigDict, alignment: int) -> PackingSpec:
+    """The packing that `config.data` asks for; reads no text, so configs can be validated with it.
+
+    Args:
+      config: a full config, see `research.config`.
+      alignment: on which multiples chunks start; a multiple of every compression ratio in use, or 1.
+
+    Raises:
+      ValueError: a field is out of range; names it, its value and what is allowed.
+    """
+    return PackingSpec(config.data.seq_len, config.data.batch_size, config.data.chunk_len, alignment)
+
+
+def build(config: ml_collections.ConfigDict, alignment: int) -> Data:
+    """Reads the corpus of `config.data`; arguments and errors as `packing_spec` and `corpus.load`."""
+    spec = packing_spec(config, alignment)
+    return Data(corpus.load(config.data.path, config.data.validation_fraction), spec, config.seed)
