@@ -34,7 +34,7 @@ class SlidingWindow:
         return (t - j >= 0) & (t - j < self.window)
 
     def num_entries(self, seq_len: int) -> int:
-        """Number of compressed entries of a sequence; an unfinished last window does not exist."""
+        """Number of compressed entries of a sequence: none."""
         del seq_len
         return 0
 
@@ -54,8 +54,8 @@ class HeavilyCompressed(SlidingWindow):
         """Whether entry `c` is complete at token `t`, documents and selection aside."""
         return (c + 1) * self.ratio <= t + 1
 
-    def num_entries(self, seq_len: int) -> int:
-        """Number of compressed entries of a sequence; an unfinished last window does not exist."""
+    def num_entries(self, seq_len: Any) -> Any:
+        """Number of complete entries of that many tokens; an unfinished last window does not exist."""
         return seq_len // self.ratio
 
 

@@ -1,12 +1,14 @@
 """The backend contract, and the table of backends.
 
-A backend is a module with two functions:
+A backend is a module with three functions:
 
-    resolve(visibility, seq_len, head_width, dtype, options) -> Effective
-    attend(q, local, compressed, *, visibility, sinks, segments, selected, options) -> out
+    resolve(visibility, seq_len, head_width, dtype, options, packed) -> Effective
+    prepare(visibility, seq_len, segments, options) -> prepared
+    attend(q, local, compressed, *, visibility, sinks, segments, selected, options, prepared) -> out
 
 `resolve` is plain Python: it runs when a config is validated, before anything is compiled, raises on what the
-backend cannot honour, and returns the settings that `attend` will use. Nothing falls back by itself.
+backend cannot honour, and returns the settings that `attend` will use. Nothing falls back by itself. `prepare` makes
+what all layers of one visibility can share within a step; a model calls it once and hands it to each of them.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ from research.attention import visibility as visibility_lib
 
 _MODULES = {
     "dot_product": "research.attention.backends.dot_product",
+    "blockwise": "research.attention.backends.blockwise",
     "splash": "research.attention.backends.splash",
 }
 NAMES = tuple(_MODULES)
@@ -54,6 +57,7 @@ class Options:
     dq_reduction_steps: int = 0
 
 
+DEFAULT = Options()
 Effective = dict[str, int | str | bool]
 
 
@@ -67,13 +71,23 @@ class Backend(Protocol):
         head_width: int,
         dtype: Any,
         options: Options,
+        packed: bool = True,
     ) -> Effective:
-        """Returns the effective settings.
+        """Returns the effective settings, with segments if `packed`.
 
         Raises:
           ValueError: an option is malformed or has no effect here; names the option, its value, what is allowed.
           NotImplementedError: the backend lacks something the request needs.
         """
+
+    def prepare(
+        self,
+        visibility: visibility_lib.Visibility,
+        seq_len: int,
+        segments: jax.Array | None,
+        options: Options,
+    ) -> jax.Array | None:
+        """Returns what attends of the same arguments can share, None where there is nothing."""
 
     def attend(
         self,
@@ -85,7 +99,8 @@ class Backend(Protocol):
         sinks: jax.Array | None = None,
         segments: jax.Array | None = None,
         selected: jax.Array | None = None,
-        options: Options = Options(),
+        options: Options = DEFAULT,
+        prepared: jax.Array | None = None,
     ) -> jax.Array:
         """Shared-key-value multi-query attention with one softmax over local keys, entries and sink.
 
@@ -100,6 +115,7 @@ class Backend(Protocol):
           segments: int32 [B, S], >= 0 for a document, -1 for padding; None means one document.
           selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice.
           options: see `Options`.
+          prepared: `prepare`'s result for the same visibility, segments and options; None: made here, if needed.
 
         Returns:
           [B, S, H, D] in q's dtype.
@@ -129,7 +145,7 @@ def compiling_for(name: str) -> Iterator[None]:
 def resolve_name(name: str) -> str:
     """Turns 'auto' into the backend for the platform; other names must be known."""
     if name == "auto":
-        return "splash" if platform() == "tpu" else "dot_product"
+        return "splash" if platform() == "tpu" else "blockwise"
     if name not in _MODULES:
         raise ValueError(f"backend={name!r}: must be one of {', '.join(names())}")
     return name
@@ -172,6 +188,4 @@ def refuse_options(backend: str, options: Options, allowed: tuple[str, ...] = ()
 
 def _expect(name: str, array: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
     if array.shape != shape or array.dtype != dtype:
-        raise ValueError(
-            f"{name}: {array.dtype} {list(array.shape)}, must be {jnp.dtype(dtype).name} {list(shape)}"
-        )
+        raise ValueError(f"{name}: {array.dtype} {list(array.shape)}, must be {jnp.dtype(dtype).name} {list(shape)}")

@@ -10,11 +10,16 @@ from research.attention import visibility as visibility_lib
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def resolve(visibility, seq_len, head_width, dtype, options) -> backends.Effective:
+def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
     """See `backends.Backend.resolve`. No option has an effect here."""
-    del visibility, seq_len, head_width, dtype
+    del visibility, seq_len, head_width, dtype, packed
     backends.refuse_options("dot_product", options)
     return {"accumulation_dtype": "float32"}
+
+
+def prepare(visibility, seq_len, segments, options) -> None:
+    """See `backends.Backend.prepare`. Nothing here is worth sharing."""
+    del visibility, seq_len, segments, options
 
 
 def attend(
@@ -26,9 +31,11 @@ def attend(
     sinks=None,
     segments=None,
     selected=None,
-    options=backends.Options(),
+    options=backends.DEFAULT,
+    prepared=None,
 ):
     """See `backends.Backend.attend`."""
+    del prepared
     backends.check_arguments(
         q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
     )
@@ -41,12 +48,12 @@ def attend(
 
     peak = logits.max(axis=-1, keepdims=True)
     if sinks is not None:
-        peak = jnp.maximum(peak, sinks[:, None, None])
+        peak = jnp.maximum(peak, sinks[None, :, None, None])
     peak = jax.lax.stop_gradient(peak)
     weights = jnp.where(mask_BxSxT, jnp.exp(logits - peak), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        total += jnp.exp(sinks[:, None, None] - peak)
+        total += jnp.exp(sinks[None, :, None, None] - peak)
     weights = weights / jnp.where(total == 0.0, 1.0, total)
     return jnp.einsum("bhst,btd->bshd", weights, keys_BxTxD, precision=highest).astype(q.dtype)
 
@@ -54,12 +61,12 @@ def attend(
 def dense_mask(visibility, seq_len: int, segments=None, selected=None) -> jax.Array:
     """Bool [B or 1, S, S + C]: the visibility, the documents and the indexer's choice as one array."""
     t = jnp.arange(seq_len)[:, None]
-    parts = [visibility.sees_local(t, jnp.arange(seq_len))[None]]
+    parts = [visibility.sees_local(t, jnp.arange(seq_len)[None])[None]]
     if segments is not None:
         parts[0] &= visibility_lib.same_segment(segments[:, :, None], segments[:, None, :])
     entries = visibility.num_entries(seq_len)
     if entries:
-        sees = visibility.sees_compressed(t, jnp.arange(entries))[None]
+        sees = visibility.sees_compressed(t, jnp.arange(entries)[None])[None]
         if segments is not None:
             of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
             sees &= visibility_lib.same_segment(segments[:, :, None], of_entry[:, None, :])

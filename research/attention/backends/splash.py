@@ -13,7 +13,7 @@ from research.attention import tokamax_splash as splash
 _DEFAULT_BLOCK = 512
 
 
-def resolve(visibility, seq_len, head_width, dtype, options) -> backends.Effective:
+def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
     """See `backends.Backend.resolve`."""
     del head_width
     schedule = schedules.resolve_name(options.schedule, visibility.kind)
@@ -22,18 +22,32 @@ def resolve(visibility, seq_len, head_width, dtype, options) -> backends.Effecti
     blocks = _blocks(seq_len, options)
     lay = _layout(visibility, seq_len, blocks)
     key_steps = lay.kv_len // blocks["block_kv_dkv"]
-    # A runtime mask leaves the kernel no other way than its ring buffer of three, whatever was asked.
-    ring = options.dq_reduction_steps == 3 or schedules.TABLE[schedule].runtime_mask
+    # Some schedules, and in the newer tokamax segments, leave the kernel no way but its ring buffer of three.
+    forced = schedules.TABLE[schedule].ring_only or (packed and splash.SEGMENTS_NEED_RING)
+    ring = options.dq_reduction_steps == 3 or forced
     few = ring or key_steps <= 4  # beyond four partial sums the kernel keeps them in float32
     return {
         "schedule": schedule,
         **blocks,
-        "dq_reduction_steps": 3 if ring else key_steps,
+        "dq_reduction_steps": 3 if ring else 0,
+        "dq_partial_sums": 3 if ring else key_steps,
         "dq_dtype": jnp.dtype(dtype).name if few else "float32",
         "q_len": lay.q_len,
         "kv_len": lay.kv_len,
         "interpreted": backends.platform() != "tpu",
     }
+
+
+def prepare(visibility, seq_len, segments, options) -> jax.Array | None:
+    """See `backends.Backend.prepare`. Where the runtime mask is the same in all layers, it: bool [B, q_len, kv_len].
+
+    CSA's differs from layer to layer, and without segments there is nothing to build it from at run time.
+    """
+    schedule = schedules.resolve_name(options.schedule, visibility.kind)
+    if segments is None or visibility.kind == "csa" or not schedules.TABLE[schedule].runtime_mask:
+        return None
+    lay = _layout(visibility, seq_len, _blocks(seq_len, options))
+    return jax.vmap(lambda rows, cols: lay.runtime_mask(rows, cols, None))(*lay.segment_ids(segments))
 
 
 def attend(
@@ -45,13 +59,14 @@ def attend(
     sinks=None,
     segments=None,
     selected=None,
-    options=backends.Options(),
+    options=backends.DEFAULT,
+    prepared=None,
 ):
     """See `backends.Backend.attend`."""
     backends.check_arguments(
         q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
     )
-    effective = resolve(visibility, q.shape[1], q.shape[3], q.dtype, options)
+    effective = resolve(visibility, q.shape[1], q.shape[3], q.dtype, options, packed=segments is not None)
     lay = _layout(visibility, q.shape[1], effective)
     schedule = schedules.TABLE[effective["schedule"]]
     config = _splash_config(effective)
@@ -62,6 +77,7 @@ def attend(
         "keys": lay.join_keys(local, compressed),
         "ids": None if segments is None else lay.segment_ids(segments),
         "selected": selected,
+        "mask": prepared,
     }
     one = functools.partial(_attend_one, lay, schedule, config, sinks)
     # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
@@ -75,7 +91,10 @@ def _attend_one(lay, schedule, config, sinks, sequence):
     """One sequence: q [H, q_len, D], keys [kv_len, D] -> [H, q_len, D]."""
     rows, cols = sequence["ids"] or (None, None)
     if schedule.runtime_mask:
-        kernel = schedule.kernel(lay, config, lay.runtime_mask(rows, cols, sequence["selected"]))
+        mask = sequence["mask"]
+        if mask is None:
+            mask = lay.runtime_mask(rows, cols, sequence["selected"])
+        kernel = schedule.kernel(lay, config, mask)
         ids = None  # already part of the mask
     else:
         kernel = schedule.kernel(lay, config)
@@ -84,11 +103,13 @@ def _attend_one(lay, schedule, config, sinks, sequence):
 
 
 @jax.custom_vjp
+@splash.allows_rank_promotion
 def _call(kernel, q, keys, ids, sinks):
     """The kernel with a float32 gradient of the sinks: its own has q's dtype, which autodiff refuses in bfloat16."""
     return kernel(q, keys, keys, ids, sinks)
 
 
+@splash.allows_rank_promotion
 def _call_forward(kernel, q, keys, ids, sinks):
     def with_residuals(q, keys):
         return kernel(q, keys, keys, ids, sinks, save_residuals=True)
@@ -97,6 +118,7 @@ def _call_forward(kernel, q, keys, ids, sinks):
     return out, (pull_back, out, stats["logsumexp"], sinks)
 
 
+@splash.allows_rank_promotion
 def _call_backward(residuals, d_out):
     pull_back, out_HxSxD, logsumexp_HxS, sinks = residuals
     d_sinks = None
@@ -145,7 +167,7 @@ def _splash_config(effective: backends.Effective) -> splash.SplashConfig:
     blocks = {name: size for name, size in effective.items() if name in names and name.startswith("block_")}
     return splash.SplashConfig(
         **blocks,
-        dq_reduction_steps=3 if effective["dq_reduction_steps"] == 3 else None,
+        dq_reduction_steps=effective["dq_reduction_steps"] or None,
         interpret=_INTERPRET if effective["interpreted"] else False,
     )
 

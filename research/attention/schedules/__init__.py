@@ -7,7 +7,9 @@ no mask and are built once per (layout, config); those that follow a runtime mas
 import dataclasses
 from collections.abc import Callable
 
-from research.attention.schedules import dynamic, static
+from research.attention.schedules import captured, closed_form, computed, dynamic, static
+
+_FIXED = ("sliding", "hca")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +20,23 @@ class Schedule:
       kernel: makes the kernel.
       kinds: visibilities it can express, by `visibility.kind`.
       runtime_mask: whether documents and selection arrive as one mask at run time.
+      ring_only: whether the kernel leaves no other way to reduce dq than its ring buffer of three.
     """
 
     kernel: Callable
-    kinds: tuple[str, ...]
-    runtime_mask: bool
+    kinds: tuple[str, ...] = _FIXED
+    runtime_mask: bool = False
+    ring_only: bool = False
 
 
 TABLE = {
-    "dynamic": Schedule(dynamic.kernel, ("sliding", "hca", "csa"), runtime_mask=True),
-    "static": Schedule(static.kernel, ("sliding", "hca"), runtime_mask=False),
+    "captured": Schedule(captured.kernel, ring_only=True),
+    "dynamic": Schedule(dynamic.kernel, kinds=(*_FIXED, "csa"), runtime_mask=True, ring_only=True),
+    "static": Schedule(static.kernel),
+    "closed_form": Schedule(closed_form.kernel),
+    "computed": Schedule(computed.kernel),
 }
-_DEFAULT = {"sliding": "static", "hca": "static", "csa": "dynamic"}
+_DEFAULT = {"sliding": "closed_form", "hca": "closed_form", "csa": "dynamic"}
 
 
 def resolve_name(name: str, kind: str) -> str:

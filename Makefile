@@ -1,0 +1,45 @@
+# Every target makes the virtual environment it needs, from the requirements alone.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(INSTALLED) ## make the virtual environment (PYTHON=python3.13 VENV=.venv-313 for another interpreter)
+
+# Made anew when the requirements change, so that nothing removed from them lingers.
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(VENV)/.installed-%: requirements-%.txt $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+demo: $(INSTALLED) ## train on real text under every mask strategy; ends with a table and a plot
+	$(BIN)/python launch/sweep.py --config=experiments/mask_strategies.py:demo
+
+test: $(INSTALLED) ## the default tests
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED) ## the tests that the default leaves out
+	$(BIN)/python -m pytest -m slow
+
+parity: $(VENV)/.installed-parity ## compare with the reference model in PyTorch
+	$(BIN)/python -m pytest tests/parity -m 'parity or not slow'
+
+lint: $(INSTALLED) ## ruff: check and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean: ## remove virtual environments and caches; runs/ stays
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help setup demo test test-slow parity lint clean

@@ -1,0 +1,1 @@
+"""One question a file; `research.experiment` says what such a file defines."""

@@ -1,0 +1,60 @@
+"""What do compressed entries buy beyond the sliding window, in bits per byte?
+
+    python launch/sweep.py --config=experiments/attention_kinds.py:runlocal
+
+Four patterns of three layers: sliding only, HCA, CSA, and all three interleaved. The window is short against the
+rows, so what lies further back reaches a token through compressed entries or not at all. Documents start anywhere,
+for then the packing does not depend on the ratios and every point sees exactly the same batches.
+
+The points after the first four run for a few steps only: they show what the mask strategies cost on these models, as
+`mask_strategies` does layer by layer. Their losses are those of a run that has hardly begun.
+"""
+
+import ml_collections
+
+from experiments import mask_strategies
+from research import experiment
+from research.config import base_config
+
+ARGS = ("", "runlocal")
+HEADLINE = ("val_bits_per_byte", "step_seconds", "temp_bytes")
+
+_PATTERNS = (("sliding",) * 3, ("hca",) * 3, ("csa",) * 3, ("sliding", "csa", "hca"))
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """'' is sized for an accelerator with 16 GiB and up, 'runlocal' for two CPU cores."""
+    experiment.check_arg(arg, ARGS)
+    if arg == "runlocal":
+        config = base_config()
+        config.attention.heads = 2
+        config.attention.window = 32
+        config.attention.hca_ratio = 32
+        config.attention.top_k = 16
+        config.data.batch_size = 2
+        config.train.steps = 600
+        config.train.eval_batches = 24
+    else:
+        config = mask_strategies.get_config()
+        config.model.repeats = 4
+        config.train.steps = 5000
+        config.train.eval_every = 500
+        config.train.eval_batches = 32
+        config.train.checkpoint_every = 500
+    config.train.log_every = 10
+    config.data.align_starts = False
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 5
+    return config
+
+
+def sweep(arg: str = "") -> list[experiment.Overrides]:
+    """The patterns under the default backend, then the mask strategies, briefly."""
+    experiment.check_arg(arg, ARGS)
+    local = arg == "runlocal"
+    sizes, seq_len = (128, 256) if local else (512, 1024), get_config(arg).data.seq_len
+    points = [{"model.layers": layers} for layers in _PATTERNS]
+    for layers in _PATTERNS[-1:] if local else _PATTERNS:
+        for strategy in mask_strategies.strategies(layers, ("static", "dynamic"), sizes, seq_len):
+            points.append({"model.layers": layers, "train.steps": 6, **strategy})
+    return points

@@ -1,0 +1,128 @@
+"""What do mask strategy, block sizes and dq_reduction_steps cost, when the loss is the same?
+
+    python launch/sweep.py --config=experiments/mask_strategies.py:demo
+
+One language model per point: attention kind x backend x schedule x block size x dq_reduction_steps. All points of a
+kind compute the same function, so their loss curves must agree; `check` holds them to it. What differs is step time,
+compile time and temporary memory. On a CPU the splash kernels are interpreted: there, compare memory and losses, not
+step times.
+
+Run time: FIXME
+"""
+
+import pathlib
+
+import ml_collections
+
+from research import experiment, tracking
+from research.attention import schedules
+from research.config import base_config
+
+ARGS = ("", "demo")
+HEADLINE = ("step_seconds", "compile_seconds", "temp_bytes")
+
+_KINDS = ("sliding", "hca", "csa")
+# Largest difference in loss, in nats, between the points of a kind. Rounding to bfloat16 alone makes 1e-3 in 12 steps.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """'' is sized for an accelerator with 16 GiB and up, 'demo' for two CPU cores."""
+    experiment.check_arg(arg, ARGS)
+    config = base_config()
+    config.train.log_every = 1
+    if arg == "demo":
+        config.model.hidden = 64
+        config.model.ffn_width = 128
+        config.attention.heads = 2
+        config.attention.top_k = 16
+        config.data.seq_len = 512
+        config.data.batch_size = 1
+        config.train.steps = 12
+        config.train.eval_batches = 2
+        config.optimizer.warmup_steps = 3
+    else:
+        config.model.repeats = 8
+        config.model.hidden = 1024
+        config.model.ffn_width = 2752
+        config.model.dtype = "bfloat16"
+        config.model.remat = "block"
+        config.attention.heads = 16
+        config.attention.head_width = 128
+        config.attention.rope_width = 64
+        config.attention.q_rank = 512
+        config.attention.out_groups = 4
+        config.attention.out_rank = 256
+        config.attention.index_heads = 16
+        config.attention.index_head_width = 128
+        config.attention.top_k = 512
+        config.data.seq_len = 8192
+        config.data.batch_size = 1
+        config.train.steps = 100
+    return config
+
+
+def sweep(arg: str = "") -> list[experiment.Overrides]:
+    """Every strategy for every kind of layer."""
+    experiment.check_arg(arg, ARGS)
+    names, sizes = (("static", "dynamic"), (128, 256)) if arg == "demo" else (tuple(schedules.TABLE), (512, 1024))
+    seq_len = get_config(arg).data.seq_len
+    return [
+        {"model.layers": (kind,), **strategy}
+        for kind in _KINDS
+        for strategy in strategies((kind,), names, sizes, seq_len)
+    ]
+
+
+def strategies(
+    layers: tuple[str, ...], names: tuple[str, ...], sizes: tuple[int, ...], seq_len: int
+) -> list[experiment.Overrides]:
+    """Dense, blockwise, then splash: schedule x block size x dq_reduction_steps, as far as they differ.
+
+    Args:
+      layers: the pattern of attention kinds; CSA layers beside others keep their default schedule.
+      names: schedules to try; those that cannot express the layers are left out.
+      sizes: block sizes, of queries and keys alike.
+      seq_len: S.
+    """
+    others = set(layers) - {"csa"}
+    field = "attention.schedule" if others else "attention.csa_schedule"
+    fitting = [name for name in names if (others or {"csa"}) <= set(schedules.TABLE[name].kinds)]
+    points = [{"attention.backend": "dot_product"}, {"attention.backend": "blockwise"}]
+    for schedule in fitting:
+        for size in sizes:
+            # A ring buffer of three key blocks is no choice where the schedule has nothing else, or so few blocks.
+            choice = not schedules.TABLE[schedule].ring_only and seq_len // size > 3
+            for steps in (0, 3) if choice else (0,):
+                points.append(
+                    {
+                        "attention.backend": "splash",
+                        field: schedule,
+                        "attention.block_q": size,
+                        "attention.block_kv": size,
+                        "attention.dq_reduction_steps": steps,
+                    }
+                )
+    return points
+
+
+def check(rows: list[experiment.Row]) -> list[str]:
+    """The largest difference in loss at any step between the points of each kind.
+
+    Raises:
+      CheckError: a difference exceeds the tolerance.
+    """
+    lines, failed = [], False
+    for kind in _KINDS:
+        folders = [pathlib.Path(row["folder"]) for row in rows if [*row["layers"]] == [kind] and row["status"] == "ok"]
+        if len(folders) > 1:
+            curves = [[entry["loss"] for entry in tracking.read_rows(folder)] for folder in folders]
+            spread = max(max(losses) - min(losses) for losses in zip(*curves, strict=True))
+            allowed = _TOLERANCE[tracking.read_json(folders[0] / tracking.CONFIG)["model"]["dtype"]]
+            failed |= not spread <= allowed
+            lines.append(
+                f"{kind}: {len(curves)} loss curves differ by {spread:.1e} nats at most, {allowed:.0e} allowed"
+            )
+    if failed:
+        raise experiment.CheckError("; ".join(lines))
+    return lines

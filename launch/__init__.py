@@ -1,0 +1,1 @@
+"""Command-line programs; the work is done in `research`."""

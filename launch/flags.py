@@ -1,0 +1,84 @@
+"""The `--config` flag of the launchers: `--config=experiments/x.py:arg --config.group.field=value`."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from research import errors, experiment
+from research.config import ConfigError
+
+INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
+
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
+flags.mark_flag_as_required("config")
+
+_TARGET = re.compile(r"--?config(?:=(.*))?")
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
+
+
+def run(main: Callable[[], int]) -> None:
+    """Parses the command line, exits with what `main` returns, and reports foreseen errors in a line."""
+
+    def guarded(argv: Sequence[str]) -> None:
+        del argv
+        logging.set_verbosity(logging.WARNING)  # jax and orbax tell at length what they found
+        try:
+            sys.exit(main())
+        except Exception as error:
+            _report(error)
+
+    app.run(guarded, flags_parser=_parse)
+
+
+def target() -> str:
+    """The experiment and its argument, as given: `experiments/x.py:arg`."""
+    return config_flags.get_config_filename(flags.FLAGS["config"])
+
+
+def config() -> ml_collections.ConfigDict:
+    """The experiment's config with the command line's overrides."""
+    return _CONFIG.value
+
+
+def overrides() -> experiment.Overrides:
+    """The command line's overrides by dotted name."""
+    return config_flags.get_override_values(flags.FLAGS["config"])
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Checks the experiment, its argument and the names of overrides, which config_flags would meet with a traceback.
+
+    Raises:
+      ConfigError: one of them does not exist, or an override would replace a whole group of fields.
+    """
+    chosen = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if match := _TARGET.fullmatch(argument):
+            module, arg = experiment.load(match[1] or following)
+            chosen = module.get_config(arg)
+        elif (match := _OVERRIDE.fullmatch(argument)) and chosen is not None:
+            experiment.check_name(chosen, match[1])
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        check(argv[1:])
+        rest = app.parse_flags_with_usage(argv)
+        if rest[1:]:
+            raise ConfigError(f"{' '.join(rest[1:])}: unexpected; overrides are written --config.group.field=value")
+    except ConfigError as error:
+        _report(error)
+    return rest
+
+
+def _report(error: Exception) -> None:
+    """Prints a foreseen error and exits; raises any other."""
+    kind = errors.kind(error)
+    if kind == errors.OTHER:
+        raise error
+    print(f"{kind}: {error}", file=sys.stderr)
+    sys.exit(INVALID_EXIT if kind in (errors.INVALID, errors.UNSUPPORTED) else 1)

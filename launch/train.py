@@ -1,0 +1,41 @@
+"""Trains one language model: `python launch/train.py --config=experiments/mask_strategies.py:demo`.
+
+Any field of the config can be overridden: `--config.attention.block_q=256 --config.model.layers="('hca',)"`.
+A run that was killed goes on from its last checkpoint when it is started again with the same `--config.run.id`.
+"""
+
+import datetime
+import pathlib
+
+import rich.console
+
+from launch import flags
+from research import experiment, tracking
+from research.training import run
+
+
+def main() -> int:
+    """Runs what the command line describes, and returns the exit code."""
+    config, overrides = flags.config(), flags.overrides()
+    if not config.run.id:
+        config.run.id = default_id(flags.target(), overrides)
+    console = rich.console.Console()
+    summary = run.run(config, overrides, console)
+    console.print(
+        f"loss {summary['final_loss']:.4f}, validation {summary['val_bits_per_byte']:.3f} bits/byte, "
+        f"{summary['step_seconds']:.3f} s/step, {summary['tokens_per_second']:,.0f} tokens/s: "
+        f"{config.run.root}/{config.run.id}/{tracking.SUMMARY}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def default_id(target: str, overrides: experiment.Overrides) -> str:
+    """Date, experiment and overrides: `20260131-235959-mask_strategies-demo-block_q=256`."""
+    path, _, arg = target.partition(":")
+    parts = (f"{datetime.datetime.now():%Y%m%d-%H%M%S}", pathlib.Path(path).stem, arg, experiment.label(overrides))
+    return "-".join(part for part in parts if part)
+
+
+if __name__ == "__main__":
+    flags.run(main)

@@ -1,0 +1,262 @@
+"""Linear-cost attention in plain XLA: each block of queries meets the band of local keys it can see, and a stream of
+blocks of compressed entries that ends with the last one complete.
+
+Both passes are written by hand (flash attention's recurrences, Dao et al. 2022): the backward pass recomputes the
+logits of a block from its log-sum-exp, so that beside inputs and outputs nothing grows with S but [B, S, H] numbers.
+Queries keep their [S, H, D] order: a block of them is one matrix of block_q * H rows against the shared keys.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from research.attention import backends
+from research.attention import visibility as visibility_lib
+from research.attention.backends.dot_product import MASK_VALUE
+from research.attention.layout import round_up
+
+_DEFAULT_BLOCK_Q = 64
+_DEFAULT_BLOCK_KV = 256
+# Where the running maximum starts. Above MASK_VALUE, so that a masked logit has weight 0 in a row that sees nothing.
+_LOWEST_PEAK = -1e30
+
+
+def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
+    """See `backends.Backend.resolve`. `block_kv` is entries per step of the stream."""
+    del head_width, dtype, packed
+    entries = visibility.num_entries(seq_len)
+    allowed = ("block_q", "block_kv") if entries else ("block_q",)
+    backends.refuse_options("blockwise", options, allowed)
+    for name, length in (("block_q", seq_len), ("block_kv", max(entries, 1))):
+        size = getattr(options, name)
+        if size < 0 or size > length:
+            raise ValueError(f"{name}={size}: must be 0 (chosen for you) or between 1 and {length}")
+    effective = {"block_q": options.block_q or min(_DEFAULT_BLOCK_Q, seq_len), "accumulation_dtype": "float32"}
+    if entries:
+        effective["block_kv"] = options.block_kv or min(_DEFAULT_BLOCK_KV, entries)
+    return effective
+
+
+def prepare(visibility, seq_len, segments, options) -> None:
+    """See `backends.Backend.prepare`. Nothing here is worth sharing."""
+    del visibility, seq_len, segments, options
+
+
+def attend(
+    q,
+    local,
+    compressed,
+    *,
+    visibility,
+    sinks=None,
+    segments=None,
+    selected=None,
+    options=backends.DEFAULT,
+    prepared=None,
+):
+    """See `backends.Backend.attend`."""
+    del prepared
+    backends.check_arguments(
+        q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
+    )
+    batch, seq_len, heads, width = q.shape
+    effective = resolve(visibility, seq_len, width, q.dtype, options)
+    plan = _Plan(visibility, seq_len, heads, effective["block_q"], effective.get("block_kv", 1))
+    del batch
+    keys = {"local": plan.pad_local(local), "entries": plan.pad_entries(compressed, axis=1)}
+    marks = {}
+    if segments is not None:
+        marks["segments"] = plan.pad_tokens(segments, visibility_lib.PADDING)
+        marks["local_segments"] = plan.pad_local(segments, visibility_lib.PADDING)
+        if plan.entries:
+            of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
+            marks["entry_segments"] = plan.pad_entries(of_entry, axis=1, value=visibility_lib.STRADDLES)
+    if selected is not None:
+        marks["selected"] = plan.pad_entries(plan.pad_tokens(selected, False), axis=2, value=False)
+    scaled = plan.pad_tokens(q.astype(jnp.float32) * width**-0.5, 0).astype(q.dtype)
+    out = jax.lax.map(lambda one: _attend(plan, *one, sinks), (scaled, keys, marks))
+    return out[:, :seq_len]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Sizes of the blocks; queries are padded to whole blocks, local keys also on the left by what a window reaches."""
+
+    visibility: visibility_lib.Visibility
+    seq_len: int
+    heads: int
+    block_q: int
+    block_kv: int
+
+    @property
+    def entries(self) -> int:
+        return self.visibility.num_entries(self.seq_len)
+
+    @property
+    def reach(self) -> int:
+        """Local keys before a block that its first query may see."""
+        return min(self.visibility.window, self.seq_len) - 1
+
+    @property
+    def q_len(self) -> int:
+        return round_up(self.seq_len, self.block_q)
+
+    def pad_tokens(self, x, value):
+        """[B, S, ...] to [B, q_len, ...]."""
+        return _pad(x, 1, 0, self.q_len - self.seq_len, value)
+
+    def pad_local(self, x, value=0):
+        """[B, S, ...] to [B, reach + q_len, ...]."""
+        return _pad(x, 1, self.reach, self.q_len - self.seq_len, value)
+
+    def pad_entries(self, x, axis, value=0):
+        """C to whole blocks of entries along `axis`."""
+        return _pad(x, axis, 0, round_up(self.entries, self.block_kv) - self.entries, value)
+
+    def num_steps(self, block):
+        """Blocks of entries that the queries of a block may see."""
+        complete = self.visibility.num_entries((block + 1) * self.block_q)
+        return jnp.minimum(-(-complete // self.block_kv), -(-self.entries // self.block_kv))
+
+    def local_mask(self, block, marks):
+        """Bool [block_q, 1, reach + block_q]."""
+        start = block * self.block_q
+        t = start + jnp.arange(self.block_q)[:, None]
+        j = start - self.reach + jnp.arange(self.reach + self.block_q)[None]
+        mask = self.visibility.sees_local(t, j) & (j >= 0)
+        if "segments" in marks:
+            of_query = _slice(marks["segments"], start, self.block_q)[:, None]
+            of_key = _slice(marks["local_segments"], start, self.reach + self.block_q)[None]
+            mask &= visibility_lib.same_segment(of_query, of_key)
+        return mask[:, None]
+
+    def entry_mask(self, block, step, marks):
+        """Bool [block_q, 1, block_kv]."""
+        start, first = block * self.block_q, step * self.block_kv
+        t = start + jnp.arange(self.block_q)[:, None]
+        c = first + jnp.arange(self.block_kv)[None]
+        mask = self.visibility.sees_compressed(t, c)
+        if "segments" in marks:
+            of_query = _slice(marks["segments"], start, self.block_q)[:, None]
+            of_entry = _slice(marks["entry_segments"], first, self.block_kv)[None]
+            mask &= visibility_lib.same_segment(of_query, of_entry)
+        if "selected" in marks:
+            mask &= jax.lax.dynamic_slice(marks["selected"], (start, first), mask.shape)
+        return mask[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan, q, keys, marks, sinks):
+    """One sequence: scaled q [q_len, H, D] -> [q_len, H, D]."""
+    return _forward(plan, q, keys, marks, sinks)[0]
+
+
+def _forward(plan, q, keys, marks, sinks):
+    width = q.shape[-1]
+
+    def one_block(_, xs):
+        block, q_block = xs
+        peak = jnp.full((plan.block_q, plan.heads, 1), _LOWEST_PEAK)
+        total = jnp.zeros_like(peak)
+        if sinks is not None:
+            peak, total = jnp.broadcast_to(sinks[None, :, None], peak.shape), jnp.ones_like(peak)
+        state = (peak, total, jnp.zeros((plan.block_q, plan.heads, width)))
+        local = _slice(keys["local"], block * plan.block_q, plan.reach + plan.block_q)
+        state = _fold(state, q_block, local, plan.local_mask(block, marks))
+        if plan.entries:
+
+            def step_over(step, state):
+                entries = _slice(keys["entries"], step * plan.block_kv, plan.block_kv)
+                return _fold(state, q_block, entries, plan.entry_mask(block, step, marks))
+
+            state = jax.lax.fori_loop(0, plan.num_steps(block), step_over, state)
+        peak, total, out = state
+        total = jnp.where(total == 0.0, 1.0, total)
+        return None, ((out / total).astype(q.dtype), (peak + jnp.log(total))[..., 0])
+
+    blocks = q.shape[0] // plan.block_q
+    _, (out, logsumexp) = jax.lax.scan(one_block, None, (jnp.arange(blocks), _blocked(q, plan.block_q)))
+    return out.reshape(q.shape), logsumexp.reshape(q.shape[:-1])
+
+
+def _fold(state, q_block, keys, mask):
+    """Adds some keys to the running softmax (peak, total, weighted sum) of a block of queries."""
+    peak, total, out = state
+    logits = jnp.where(mask, _dot("qhd,kd->qhk", q_block, keys), MASK_VALUE)
+    new_peak = jnp.maximum(peak, logits.max(axis=-1, keepdims=True))
+    weights = jnp.exp(logits - new_peak)
+    decay = jnp.exp(peak - new_peak)
+    total = total * decay + weights.sum(axis=-1, keepdims=True)
+    return new_peak, total, out * decay + _dot("qhk,kd->qhd", weights.astype(keys.dtype), keys)
+
+
+def _attend_forward(plan, q, keys, marks, sinks):
+    out, logsumexp = _forward(plan, q, keys, marks, sinks)
+    return out, (q, keys, marks, sinks, out, logsumexp)
+
+
+def _attend_backward(plan, residuals, d_out):
+    q, keys, marks, sinks, out, logsumexp = residuals
+    mean = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+
+    def one_block(d_keys, xs):
+        block, q_block, d_out_block, logsumexp_block, mean_block = xs
+        block_of = (q_block, d_out_block, logsumexp_block[..., None], mean_block[..., None])
+        span = plan.reach + plan.block_q
+        local = _slice(keys["local"], block * plan.block_q, span)
+        d_q, d_local = _gradients(*block_of, local, plan.local_mask(block, marks))
+        d_keys["local"] = _add_slice(d_keys["local"], d_local, block * plan.block_q)
+        if plan.entries:
+
+            def step_over(step, carry):
+                d_q, d_entries = carry
+                entries = _slice(keys["entries"], step * plan.block_kv, plan.block_kv)
+                more, d_block = _gradients(*block_of, entries, plan.entry_mask(block, step, marks))
+                return d_q + more, _add_slice(d_entries, d_block, step * plan.block_kv)
+
+            steps = plan.num_steps(block)
+            d_q, d_keys["entries"] = jax.lax.fori_loop(0, steps, step_over, (d_q, d_keys["entries"]))
+        return d_keys, d_q.astype(q.dtype)
+
+    blocked = [_blocked(x, plan.block_q) for x in (q, d_out, logsumexp, mean)]
+    d_keys = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
+    d_keys, d_q = jax.lax.scan(one_block, d_keys, (jnp.arange(len(blocked[0])), *blocked))
+    d_keys = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), d_keys, keys)
+    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks[None] - logsumexp) * mean, axis=0)
+    return d_q.reshape(q.shape), d_keys, None, d_sinks
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _gradients(q, d_out, logsumexp, mean, keys, mask):
+    """Gradients of a block of queries [bq, H, D] and some keys [n, D], which serve as values too."""
+    logits = jnp.where(mask, _dot("qhd,kd->qhk", q, keys), MASK_VALUE)
+    weights = jnp.exp(logits - logsumexp)
+    d_logits = weights * (_dot("qhd,kd->qhk", d_out, keys) - mean)
+    weights, d_logits = weights.astype(keys.dtype), d_logits.astype(keys.dtype)
+    d_keys = _dot("qhk,qhd->kd", weights, d_out) + _dot("qhk,qhd->kd", d_logits, q)
+    return _dot("qhk,kd->qhd", d_logits, keys), d_keys
+
+
+_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _blocked(x, size):
+    return x.reshape(-1, size, *x.shape[1:])
+
+
+def _slice(x, start, size):
+    return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+
+def _add_slice(x, update, start):
+    return jax.lax.dynamic_update_slice_in_dim(x, _slice(x, start, len(update)) + update, start, axis=0)
+
+
+def _pad(x, axis, before, after, value):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (before, after)
+    return jnp.pad(x, widths, constant_values=value)

@@ -1,0 +1,119 @@
+"""The DeepSeek-V4 attention layer: project, compress, attend through a backend, mix."""
+
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from research.attention import backends
+from research.attention import rope as rope_lib
+from research.attention.compressor import Compressor
+from research.attention.indexer import Indexer
+from research.attention.linear import project, weight
+from research.attention.norms import RMSNorm
+from research.attention.spec import AttentionSpec, RopeSpec
+
+
+class Attention(hk.Module):
+    """Shared-key-value attention with low-rank queries and a grouped low-rank output (DeepSeek-V4, section 2.3).
+
+    Parameters are float32 and the same, names included, under every backend and at every sequence length.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        rope: RopeSpec,
+        kind: str,
+        hidden: int,
+        norm_eps: float,
+        dtype: Any,
+        name: str = "attention",
+    ):
+        """Args: `kind` is one of `spec.KINDS`, `hidden` the width E, `dtype` what matrices are multiplied in."""
+        super().__init__(name=name)
+        self.spec = spec
+        self.visibility = spec.visibility(kind)
+        self.options = spec.options(kind)
+        self.freqs = rope_lib.frequencies(rope, spec.rope_width, compressed=kind != "sliding")
+        self.hidden = hidden
+        self.norm_eps = norm_eps
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(
+        self,
+        x_BxSxE: jax.Array,
+        positions: jax.Array,
+        segments: jax.Array | None = None,
+        prepared: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends.
+
+        Args:
+          x_BxSxE: hidden states.
+          positions: int32 [B, S], what RoPE rotates by; visibility counts tokens on the sequence grid instead.
+          segments: int32 [B, S], >= 0 for a document, -1 for padding; None means one document.
+          prepared: what the backend's `prepare` made of the same visibility, segments and options, if anything.
+
+        Returns:
+          [B, S, E] in the layer's dtype; 0 where nothing is seen.
+
+        Raises:
+          ValueError: an argument's shape or dtype is not as above.
+        """
+        spec = self.spec
+        _check(x_BxSxE, positions, segments, self.hidden)
+        batch, seq_len, _ = x_BxSxE.shape
+        x_BxSxE = x_BxSxE.astype(self.dtype)
+
+        low_rank_q = RMSNorm(self.norm_eps, name="q_norm")(project("q_down", x_BxSxE, spec.q_rank))
+        q_BxSxHxD = project("q_up", low_rank_q, spec.heads * spec.head_width)
+        q_BxSxHxD = q_BxSxHxD.reshape(batch, seq_len, spec.heads, spec.head_width)
+        q_BxSxHxD = RMSNorm(self.norm_eps, create_scale=False, name="head_norm")(q_BxSxHxD)
+        local_BxSxD = RMSNorm(self.norm_eps, name="kv_norm")(project("kv", x_BxSxE, spec.head_width))
+        compressed_BxCxD, selected = self._compress(x_BxSxE, low_rank_q, positions, segments)
+
+        out_BxSxHxD = backends.get(spec.backend).attend(
+            rope_lib.rotate(q_BxSxHxD, positions, self.freqs),
+            rope_lib.rotate(local_BxSxD, positions, self.freqs),
+            compressed_BxCxD,
+            visibility=self.visibility,
+            sinks=hk.get_parameter("sinks", [spec.heads], jnp.float32, jnp.zeros) if spec.sinks else None,
+            segments=segments,
+            selected=selected,
+            options=self.options,
+            prepared=prepared,
+        )
+        out_BxSxHxD = rope_lib.rotate_back(out_BxSxHxD, positions, self.freqs)
+
+        group_width = spec.heads * spec.head_width // spec.out_groups
+        groups = out_BxSxHxD.reshape(batch, seq_len, spec.out_groups, group_width)
+        down = weight("out_down", (spec.out_groups, group_width, spec.out_rank)).astype(self.dtype)
+        mixed = jnp.einsum("bsgi,gir->bsgr", groups, down).reshape(batch, seq_len, -1)
+        return project("out_up", mixed, self.hidden)
+
+    @hk.transparent
+    def _compress(self, x_BxSxE, low_rank_q, positions, segments):
+        """The entries [B, C, D], and for CSA the indexer's choice among them."""
+        spec, visibility = self.spec, self.visibility
+        if visibility.kind == "sliding":
+            return jnp.zeros((x_BxSxE.shape[0], 0, spec.head_width), self.dtype), None
+        if segments is None:
+            segments = jnp.zeros(positions.shape, jnp.int32)
+        shared = {"norm_eps": self.norm_eps, "freqs": self.freqs}
+        compress = Compressor(visibility.ratio, spec.head_width, overlap=visibility.kind == "csa", **shared)
+        entries_BxCxD = compress(x_BxSxE, positions, segments)
+        if visibility.kind == "hca":
+            return entries_BxCxD, None
+        select = Indexer(visibility, spec.index_heads, spec.index_head_width, **shared)
+        return entries_BxCxD, select(x_BxSxE, low_rank_q, positions, segments)
+
+
+def _check(x, positions, segments, hidden: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != hidden:
+        raise ValueError(f"x: shape {list(x.shape)}, must be [B, S, {hidden}]")
+    integers = {"positions": positions} if segments is None else {"positions": positions, "segments": segments}
+    for name, array in integers.items():
+        if array.shape != x.shape[:2] or array.dtype != jnp.int32:
+            raise ValueError(f"{name}: {array.dtype} {list(array.shape)}, must be int32 {list(x.shape[:2])}")

@@ -1,0 +1,23 @@
+"""Weights without biases: float32 parameters of the calling module, multiplied in the input's dtype."""
+
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+INIT_STD = 0.02  # DeepSeek's initializer_range
+
+
+def weight(name: str, shape: tuple[int, ...]) -> jax.Array:
+    """The float32 parameter `name` of the calling module, drawn from a normal of deviation `INIT_STD`."""
+    return hk.get_parameter(name, shape, jnp.float32, hk.initializers.RandomNormal(INIT_STD))
+
+
+def project(name: str, x: jax.Array, width: int, out_dtype: Any = None) -> jax.Array:
+    """`x [..., in] @ w [in, width]`, where w is the parameter `name`.
+
+    The product accumulates into `out_dtype`, by default x's dtype.
+    """
+    w = weight(name, (x.shape[-1], width))
+    return jnp.dot(x, w.astype(x.dtype), preferred_element_type=out_dtype)

@@ -1,0 +1,16 @@
+"""`captured`: the whole mask as a NumPy array in the program (the slow baseline of seeds 000 and 001).
+
+Serves sliding and HCA attention. The compiler carries all q_len x kv_len booleans, and folds what is computed of them.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from research.attention import tokamax_splash as splash
+
+
+def kernel(layout, config, mask=None):
+    """A kernel for every sequence of that layout."""
+    del mask
+    rows, cols = np.arange(layout.q_len)[:, None], np.arange(layout.kv_len)[None]
+    return splash.make_dynamic_splash_mqa(jnp.asarray(layout.sees(rows, cols)), config=config)

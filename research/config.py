@@ -1,0 +1,248 @@
+"""The base config, and `validate`, which checks all of it before anything is compiled.
+
+An experiment starts from `base_config()`, changes what it studies, and hands the result to `launch/train.py`,
+which applies `--config.x=y` overrides and calls `validate`. Below the model's builder there are only frozen
+dataclasses (`research.model.spec`). Integers use 0 for "unset"; no field is None, which could not be overridden.
+"""
+
+import dataclasses
+import math
+
+import ml_collections
+
+from research.attention import backends
+from research.attention.spec import KINDS
+from research.data import packing_spec
+from research.model import spec as model_spec
+from research.model.language_model import REMAT
+
+DTYPES = ("float32", "bfloat16")
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be run; the message names the field, its value and what is allowed."""
+
+
+def base_config() -> ml_collections.ConfigDict:
+    """A small DeepSeek-V4-like language model on bytes, sized for a laptop; locked, so a misspelled field fails."""
+    config = ml_collections.ConfigDict()
+    config.seed = 0
+
+    config.model = ml_collections.ConfigDict()
+    config.model.layers = ("sliding", "csa", "hca")  # attention kind of each layer of one repeat
+    config.model.repeats = 1  # how often `layers` is stacked; compile time does not depend on it
+    config.model.hidden = 128
+    config.model.ffn_width = 344  # SwiGLU's inner width
+    config.model.tied_head = True  # output projection shares the embedding's matrix
+    config.model.norm_eps = 1e-6
+    config.model.dtype = "float32"  # compute: float32 or bfloat16; parameters are always float32
+    config.model.remat = "none"  # none, or block: recompute each block in the backward pass
+
+    config.attention = ml_collections.ConfigDict()
+    config.attention.backend = "auto"  # auto: splash on TPU, else blockwise
+    config.attention.schedule = "auto"  # splash, sliding and HCA layers: `schedules.TABLE`
+    config.attention.csa_schedule = "auto"  # splash, CSA layers: dynamic
+    config.attention.block_q = 0  # the six block sizes and dq_reduction_steps: `backends.Options`
+    config.attention.block_kv = 0
+    config.attention.block_kv_compute = 0
+    config.attention.block_q_dkv = 0
+    config.attention.block_kv_dkv = 0
+    config.attention.block_kv_dkv_compute = 0
+    config.attention.dq_reduction_steps = 0
+    config.attention.window = 128
+    config.attention.hca_ratio = 128
+    config.attention.csa_ratio = 4
+    config.attention.top_k = 64  # compressed entries that a CSA query sees
+    config.attention.heads = 4
+    config.attention.head_width = 64
+    config.attention.rope_width = 16  # trailing channels of a head that carry the position
+    config.attention.q_rank = 64  # width of the low-rank query
+    config.attention.out_groups = 2  # groups of heads of the low-rank output projection
+    config.attention.out_rank = 32  # width per group of the low-rank output projection
+    config.attention.index_heads = 4
+    config.attention.index_head_width = 32
+    config.attention.sinks = True  # one learned sink per head
+
+    config.rope = ml_collections.ConfigDict()
+    config.rope.theta = 10_000.0  # sliding layers
+    config.rope.compressed_theta = 160_000.0  # CSA and HCA layers
+    config.rope.yarn_factor = 1.0  # CSA and HCA layers; 1 is no YaRN
+    config.rope.yarn_original_length = 65_536
+    config.rope.yarn_beta_fast = 32.0
+    config.rope.yarn_beta_slow = 1.0
+
+    config.data = ml_collections.ConfigDict()
+    config.data.path = "stdlib"  # the standard library's sources, or a file, folder or glob (.gz too)
+    config.data.seq_len = 512
+    config.data.batch_size = 4
+    config.data.chunk_len = 0  # longest piece of a document; 0 is seq_len
+    config.data.align_starts = True  # documents start where an entry of every ratio in use starts
+    config.data.validation_fraction = 0.05  # of the documents, held out by file
+
+    config.optimizer = ml_collections.ConfigDict()
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.final_fraction = 0.1  # of the learning rate, where the cosine ends
+    config.optimizer.warmup_steps = 20
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.95
+    config.optimizer.clip_norm = 1.0
+
+    config.train = ml_collections.ConfigDict()
+    config.train.steps = 200
+    config.train.log_every = 10
+    config.train.eval_every = 100  # 0: only at the end
+    config.train.eval_batches = 8
+    config.train.checkpoint_every = 100  # 0: only at the end
+
+    config.run = ml_collections.ConfigDict()
+    config.run.root = "runs"
+    config.run.id = ""  # folder below root; empty: made from the date, the experiment and the overrides
+
+    config.wandb = ml_collections.ConfigDict()
+    config.wandb.mode = "auto"  # auto (online when logged in, else offline), online, offline, disabled
+    config.wandb.project = "compressed-attention"
+    return config.lock()
+
+
+def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> None:
+    """Checks every field and how they fit together, in milliseconds and without compiling anything.
+
+    Args:
+      config: a full config, as `base_config` makes it.
+      platform: 'cpu', 'gpu' or 'tpu', what it is to run on; None is `backends.platform()`.
+
+    Raises:
+      ConfigError: a setting is impossible, or has no effect together with the others.
+      NotImplementedError: the chosen backend cannot serve the request.
+    """
+    if config.seed < 0:
+        raise _error("seed", config.seed, "0 or more")
+    _check_model(config.model)
+    _check_attention(config.attention)
+    _check_rope(config.rope)
+    _check_data(config)
+    _check_training(config)
+    settings = effective(config, platform)
+    if config.model.remat != "none" and any(layer.get("interpreted") for layer in settings.values()):
+        raise NotImplementedError(
+            f"config.model.remat={config.model.remat}: the interpreted splash kernel cannot be recomputed; "
+            "use none here, or another backend"
+        )
+
+
+def effective(config: ml_collections.ConfigDict, platform: str | None = None) -> dict[str, backends.Effective]:
+    """The settings that each kind of layer in the model will really use, its backend's name among them.
+
+    Arguments and errors as `validate`, as far as attention goes.
+    """
+    try:
+        with backends.compiling_for(platform or backends.platform()):
+            settings = _resolve(config)
+    except ValueError as error:
+        raise ConfigError(f"config.attention.{error}") from error
+    if "csa" not in settings and config.attention.csa_schedule != "auto":
+        raise _error("attention.csa_schedule", config.attention.csa_schedule, "auto: model.layers has no csa layer")
+    if set(settings) == {"csa"} and config.attention.schedule != "auto":
+        raise _error("attention.schedule", config.attention.schedule, "auto: model.layers has only csa layers")
+    return settings
+
+
+def requested(config: ml_collections.ConfigDict) -> dict[str, int | str]:
+    """What was asked of the backend, to be recorded beside `effective`."""
+    names = ["backend", "csa_schedule", *(field.name for field in dataclasses.fields(backends.Options))]
+    return {name: config.attention[name] for name in names}
+
+
+def alignment(config: ml_collections.ConfigDict) -> int:
+    """On which multiples documents start in a row: every ratio in use divides it; 1 where `align_starts` is off."""
+    ratios = {"sliding": 1, "csa": config.attention.csa_ratio, "hca": config.attention.hca_ratio}
+    return math.lcm(*(ratios[kind] for kind in config.model.layers)) if config.data.align_starts else 1
+
+
+def _resolve(config) -> dict[str, backends.Effective]:
+    spec = model_spec.from_config(config).attention
+    backend = backends.get(spec.backend)
+    settings = {}
+    for kind in dict.fromkeys(config.model.layers):
+        visibility, options = spec.visibility(kind), spec.options(kind)
+        try:
+            resolved = backend.resolve(visibility, config.data.seq_len, spec.head_width, config.model.dtype, options)
+        except ValueError as error:
+            # Backends know one schedule; that of CSA layers is a field of its own.
+            prefix = "csa_" if kind == "csa" and str(error).startswith("schedule=") else ""
+            raise ValueError(f"{prefix}{error}") from error
+        settings[kind] = {"backend": spec.backend, **resolved}
+    return settings
+
+
+def _check_model(model) -> None:
+    if not model.layers or not set(model.layers) <= set(KINDS):
+        raise _error("model.layers", model.layers, f"a non-empty tuple with members among {', '.join(KINDS)}")
+    _positive(model, "model", "repeats", "hidden", "ffn_width", "norm_eps")
+    _one_of("model.dtype", model.dtype, DTYPES)
+    _one_of("model.remat", model.remat, REMAT)
+
+
+def _check_attention(attention) -> None:
+    sizes = "window hca_ratio csa_ratio top_k heads head_width rope_width q_rank out_groups out_rank"
+    _positive(attention, "attention", *sizes.split(), "index_heads", "index_head_width")
+    for name in ("head_width", "index_head_width"):
+        if attention.rope_width > attention[name]:
+            raise _error("attention.rope_width", attention.rope_width, f"at most {name}={attention[name]}")
+    if attention.rope_width % 2:
+        raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
+    if attention.heads % attention.out_groups:
+        raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
+
+
+def _check_rope(rope) -> None:
+    names = ("theta", "compressed_theta", "yarn_original_length", "yarn_beta_fast", "yarn_beta_slow")
+    _positive(rope, "rope", *names)
+    if rope.yarn_factor < 1:
+        raise _error("rope.yarn_factor", rope.yarn_factor, "at least 1 (no YaRN)")
+
+
+def _check_data(config) -> None:
+    try:
+        packing_spec(config, alignment(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not 0 < config.data.validation_fraction < 1:
+        raise _error("data.validation_fraction", config.data.validation_fraction, "between 0 and 1, both excluded")
+
+
+def _check_training(config) -> None:
+    optimizer, train = config.optimizer, config.train
+    _positive(optimizer, "optimizer", "learning_rate", "clip_norm")
+    _positive(train, "train", "steps", "log_every", "eval_batches")
+    for name in ("warmup_steps", "weight_decay"):
+        if optimizer[name] < 0:
+            raise _error(f"optimizer.{name}", optimizer[name], "0 or more")
+    if optimizer.warmup_steps >= train.steps:
+        raise _error("optimizer.warmup_steps", optimizer.warmup_steps, f"below train.steps={train.steps}")
+    for name in ("eval_every", "checkpoint_every"):
+        if train[name] < 0:
+            raise _error(f"train.{name}", train[name], "0 (only at the end) or more")
+    for name in ("b1", "b2"):
+        if not 0 <= optimizer[name] < 1:
+            raise _error(f"optimizer.{name}", optimizer[name], "at least 0 and below 1")
+    if not 0 <= optimizer.final_fraction <= 1:
+        raise _error("optimizer.final_fraction", optimizer.final_fraction, "between 0 and 1")
+    _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
+
+
+def _positive(group, prefix: str, *names: str) -> None:
+    for name in names:
+        if not group[name] > 0:
+            raise _error(f"{prefix}.{name}", group[name], "positive")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise _error(name, repr(value), f"one of {', '.join(allowed)}")
+
+
+def _error(name: str, value, allowed: str) -> ConfigError:
+    return ConfigError(f"config.{name}={value}: must be {allowed}")

@@ -1,0 +1,123 @@
+"""Runs the points of an experiment's sweep one after the other, each in a process of its own.
+
+A crash, whatever takes it down, costs one point. Points lie in `<run.root>/<sweep>/<point>`; one that has finished is
+not run again, one that was killed goes on from its checkpoint, one that failed is tried again.
+"""
+
+import dataclasses
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+
+from research import experiment, tracking
+from research.config import ConfigError, validate
+from research.training import run as run_lib
+
+_TRAIN = pathlib.Path(__file__).parents[1] / "launch" / "train.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One point of a sweep.
+
+    Attributes:
+      overrides: what the experiment's sweep sets.
+      folder: where the run is recorded.
+      layers: the pattern of attention kinds, by which results are grouped.
+      command: what trains it.
+      finished: whether the folder holds its results already.
+    """
+
+    overrides: experiment.Overrides
+    folder: pathlib.Path
+    layers: tuple[str, ...]
+    command: tuple[str, ...]
+    finished: bool
+
+
+def plan(target: str, common: experiment.Overrides, platform: str, fresh: bool) -> list[Point]:
+    """The points of a sweep, each checked before any is run.
+
+    Args:
+      target: the experiment and its argument, `experiments/x.py:arg`.
+      common: overrides for all points.
+      platform: where they will run: 'cpu', 'gpu' or 'tpu'.
+      fresh: whether to run them all anew.
+
+    Raises:
+      ConfigError: a point is invalid, or its folder holds a run with other settings; names every such point.
+    """
+    module, arg = experiment.load(target)
+    points, problems = [], []
+    for overrides in module.sweep(arg):
+        try:
+            points.append(_point(target, module.get_config(arg), common, overrides, platform, fresh))
+        except (ConfigError, NotImplementedError) as error:
+            problems.append(f"\n  {experiment.label(overrides)}: {error}")
+    if problems:
+        raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
+    return points
+
+
+def _point(target, config, common, overrides, platform, fresh) -> Point:
+    if twice := sorted(common.keys() & {*overrides, "run.id"}):
+        raise ConfigError(f"config.{twice[0]}: is set by the sweep itself")
+    experiment.override(config, common | overrides)
+    validate(config, platform)
+    root = pathlib.Path(config.run.root) / folder_name(target, common)
+    place = {"run.root": str(root), "run.id": experiment.label(overrides)}
+    folder = root / place["run.id"]
+    flags = experiment.as_flags(common | overrides | place)
+    summary = {} if fresh else tracking.read_json(folder / tracking.SUMMARY)
+    stored = {} if fresh else tracking.read_json(folder / tracking.CONFIG)
+    if stored and (changed := run_lib.differences(stored, run_lib.as_json(config))):
+        raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
+    command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
+    return Point(overrides, folder, config.model.layers, command, summary.get("status") == run_lib.FINISHED)
+
+
+def folder_name(target: str, common: experiment.Overrides) -> str:
+    """The folder of a sweep below `run.root`: experiment, argument, and overrides that are common to all points."""
+    path, _, arg = target.partition(":")
+    return "-".join(part for part in (pathlib.Path(path).stem, arg, experiment.label(common)) if part)
+
+
+def run_point(point: Point, fresh: bool) -> experiment.Row:
+    """Runs a point unless it has finished, and returns its row: the summary, however the run ended."""
+    if not point.finished:
+        if fresh:
+            shutil.rmtree(point.folder, ignore_errors=True)
+        point.folder.mkdir(parents=True, exist_ok=True)
+        summary = point.folder / tracking.SUMMARY
+        summary.unlink(missing_ok=True)
+        with open(point.folder / "log.txt", "ab") as log:
+            code = subprocess.run(point.command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        if not summary.exists():  # not even Python lived to tell
+            tracking.write_json(summary, {"status": _ending(code), "message": f"see {point.folder / 'log.txt'}"})
+    return {
+        "point": point.folder.name,
+        **tracking.read_json(point.folder / tracking.SUMMARY),
+        "overrides": point.overrides,
+        "layers": point.layers,
+        "folder": str(point.folder),
+        "command": shlex.join(point.command),
+    }
+
+
+def _from_here(path: str | pathlib.Path) -> str:
+    """The path as one would type it in the working folder."""
+    here = pathlib.Path.cwd()
+    return str(pathlib.Path(path).relative_to(here) if pathlib.Path(path).is_relative_to(here) else path)
+
+
+def _ending(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def detect_platform() -> str:
+    """The platform on which the points will run: asked for in a process of its own, for a TPU serves one at a time."""
+    command = (sys.executable, "-c", "from research.attention import backends; print(backends.platform())")
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]

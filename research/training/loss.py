@@ -1,0 +1,29 @@
+"""Losses of a next-byte language model."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean cross-entropy over the real tokens, those of a document.
+
+    Args:
+      logits: [B, S, V], any float dtype; computed in float32.
+      targets: int32 [B, S], the token that follows; its value at padding does not matter.
+      segments: int32 [B, S], >= 0 for a document, -1 for padding.
+
+    Returns:
+      The mean in nats, float32 [], exactly 0 where no token is real; and the number of real tokens, int32 [].
+    """
+    real = segments >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    tokens = real.sum()
+    return jnp.where(real, losses, 0.0).sum() / jnp.maximum(tokens, 1), tokens
+
+
+def bits_per_byte(nats: float) -> float:
+    """Cross-entropy in bits per byte: tokens are bytes, so only the unit of the logarithm changes."""
+    return nats / math.log(2)

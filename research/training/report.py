@@ -1,0 +1,91 @@
+"""What a run shows on the terminal."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import haiku as hk
+import jax
+import ml_collections
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+
+from research import experiment
+from research.config import base_config
+
+
+def show_run(
+    console: rich.console.Console,
+    folder: pathlib.Path,
+    config: ml_collections.ConfigDict,
+    params: hk.Params,
+    effective: dict[str, dict[str, Any]],
+) -> None:
+    """Prints how the config differs from the base, the parameters, the attention settings, and the run's folder."""
+    console.print(_config_table(config), _parameter_table(params), _effective_table(effective))
+    console.print(f"run folder: {folder}", soft_wrap=True)
+
+
+def count(params: hk.Params) -> int:
+    """Number of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@contextlib.contextmanager
+def progress(console: rich.console.Console, done: int, steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
+    """A progress bar; yields a function that takes the row of a step that ended and moves on by one."""
+    columns = (
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.BarColumn(bar_width=10),
+        rich.progress.TimeRemainingColumn(compact=True),
+        rich.progress.TextColumn("{task.description}"),
+    )
+    with rich.progress.Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=steps, completed=done)
+        shown: dict[str, float] = {}
+
+        def advance(row: dict[str, float]) -> None:
+            shown.update(row)
+            text = ", ".join(form.format(shown[name]) for name, form in _SHOWN.items() if name in shown)
+            bar.update(task, advance=1, description=text)
+
+        yield advance
+
+
+_SHOWN = {
+    "loss": "loss {:.3f}",
+    "bits_per_byte": "{:.3f} bits/byte",
+    "val_bits_per_byte": "validation {:.3f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+
+
+def _config_table(config: ml_collections.ConfigDict) -> rich.table.Table:
+    base = base_config()
+    table = rich.table.Table("field", "base", "this run", title="config, where it differs from the base", box=_BOX)
+    for name in experiment.field_names(config):
+        was, is_now = experiment.value(base, name), experiment.value(config, name)
+        if was != is_now:
+            table.add_row(name, str(was), str(is_now))
+    return table
+
+
+def _parameter_table(params: hk.Params) -> rich.table.Table:
+    table = rich.table.Table("parameter", "shape", title="parameters", box=_BOX, show_footer=True)
+    table.add_column("count", justify="right", footer=f"{count(params):,}")
+    for module, name, value in hk.data_structures.traverse(params):
+        table.add_row(f"{module}/{name}", str(list(value.shape)), f"{value.size:,}")
+    return table
+
+
+def _effective_table(effective: dict[str, dict[str, Any]]) -> rich.table.Table:
+    table = rich.table.Table("layer", "effective settings", title="attention", box=_BOX)
+    for kind, settings in effective.items():
+        table.add_row(kind, ", ".join(f"{name}={setting}" for name, setting in settings.items()))
+    return table
+
+
+_BOX = rich.box.SIMPLE_HEAD

@@ -1,0 +1,101 @@
+"""One update of the parameters, compiled explicitly so that what the compiler says of it can be recorded."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+
+from research.attention import backends
+from research.model import language_model
+from research.model.spec import ModelSpec
+from research.training import loss
+
+Metrics = dict[str, jax.Array]
+
+
+class State(NamedTuple):
+    """What an update changes."""
+
+    params: hk.Params
+    opt_state: optax.OptState
+
+
+def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) -> State:
+    """The state before the first update.
+
+    Parameters depend neither on the backend nor on the length, so they are made by the dense one, on the shortest
+    sequence that has a compressed entry of every kind: Haiku runs the whole model for it.
+    """
+    attention = dataclasses.replace(
+        spec.attention, backend="dot_product", csa_schedule="auto", **dataclasses.asdict(backends.Options())
+    )
+    model = language_model.build(dataclasses.replace(spec, attention=attention))
+    tokens = jnp.zeros((1, max(attention.csa_ratio, attention.hca_ratio)), jnp.int32)
+
+    def create(key):
+        params = model.init(key, tokens, tokens, tokens)
+        return State(params, optimizer.init(params))
+
+    return jax.jit(create)(jax.random.key(seed))
+
+
+def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
+    """Mean loss over the batch's real tokens, and their number; see `loss.cross_entropy`."""
+    logits = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    return loss.cross_entropy(logits, batch["targets"], batch["segments"])
+
+
+def make_update(
+    model: hk.Transformed, optimizer: optax.GradientTransformation
+) -> Callable[[State, dict], tuple[State, Metrics]]:
+    """Returns `(state, batch) -> (state, metrics)`; metrics are scalars: loss, tokens, grad_norm before clipping."""
+
+    def update(state: State, batch: dict) -> tuple[State, Metrics]:
+        def of_params(params):
+            return losses(model, params, batch)
+
+        (value, tokens), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
+        return State(optax.apply_updates(state.params, changes), opt_state), metrics
+
+    return update
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled update and its price.
+
+    Attributes:
+      update: as `make_update` returns it; donates the state it is given.
+      cost: lower_seconds (tracing, with the construction of static masks), compile_seconds, and from the compiler
+        temp_bytes, argument_bytes and output_bytes.
+    """
+
+    update: Callable[[State, dict], tuple[State, Metrics]]
+    cost: dict[str, Any]
+
+
+def compile_update(update: Callable, state: State, batch: dict) -> Compiled:
+    """Lowers and compiles for the shapes of these arguments, and runs nothing."""
+    start = time.perf_counter()
+    lowered = jax.jit(update, donate_argnums=0).lower(state, batch)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    memory = compiled.memory_analysis()
+    return Compiled(
+        compiled,
+        {
+            "lower_seconds": middle - start,
+            "compile_seconds": end - middle,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+        },
+    )

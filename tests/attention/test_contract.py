@@ -1,0 +1,186 @@
+"""One suite for everything that computes attention; a new backend or schedule is covered once it is in its table."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from research.attention import backends, schedules
+from research.attention.spec import KINDS
+from tests.attention import strategies as lib
+from tests.oracles import assert_close, attention, visible
+
+LENGTHS = (1, 3, 127, 128, 129, 255, 382, 489, 509, 1017)
+FULL = lib.visibilities(window=128, hca_ratio=128)
+SEQ_LEN = 512
+SMALL = lib.visibilities(window=100, hca_ratio=64)
+
+
+SETTINGS = ((lib.documents, True), (lib.padding, True), (lib.none, False), (lib.documents, False), (lib.none, True))
+
+
+def steps_unset(strategy):
+    return strategy.options.dq_reduction_steps == 0
+
+
+def cases():
+    """Everything, by default a diagonal of it: a kernel takes seconds to compile, for one length and setting."""
+    found, numbers = [], {name: {} for name in backends.NAMES}
+    for kind, visibility in FULL.items():
+        for index, seq_len in enumerate(LENGTHS):
+            for strategy in lib.strategies(visibility, seq_len, block=512 if seq_len > 489 else 128):
+                # HCA's local part is all of sliding attention: there, one way to reduce dq is enough.
+                on_diagonal = kind != "sliding" or steps_unset(strategy)
+                if on_diagonal:
+                    known = numbers[strategy.backend]
+                    number = known.setdefault((kind, str(strategy)), len(known))
+                    on_diagonal = (index - number) % (10 if strategy.backend == "splash" else 3) == 0
+                for setting, (packing, sinks) in enumerate(SETTINGS):
+                    name = f"{strategy}-{kind}-{seq_len}-{packing.__name__}-{'sinks' if sinks else 'bare'}"
+                    quick = on_diagonal and setting == (number + index) % len(SETTINGS)
+                    marks = () if quick else pytest.mark.slow
+                    found.append(pytest.param(strategy, visibility, seq_len, packing, sinks, id=name, marks=marks))
+    return found
+
+
+def test_nothing_is_left_out():
+    assert set(SMALL) == set(KINDS)
+    for kind, visibility in SMALL.items():
+        found = lib.strategies(visibility, SEQ_LEN)
+        assert {strategy.backend for strategy in found} == set(backends.NAMES)
+        able = {name for name, schedule in schedules.TABLE.items() if kind in schedule.kinds}
+        assert {strategy.options.schedule for strategy in found if strategy.backend == "splash"} == able
+    quick = [case.values for case in cases() if not case.marks]
+    for backend in backends.NAMES:
+        lengths, packings = zip(*[(case[2], case[3:]) for case in quick if case[0].backend == backend], strict=True)
+        assert set(lengths) == set(LENGTHS)
+        assert set(packings) == set(SETTINGS)
+
+
+@pytest.mark.parametrize(("strategy", "visibility", "seq_len", "packing", "sinks"), cases())
+def test_equals_float64_loops(strategy, visibility, seq_len, packing, sinks):
+    arguments, d_out = lib.inputs(visibility, seq_len, packing(seq_len), sinks=sinks, batch=2)
+    results = lib.differentiated(strategy, visibility)(arguments, d_out)
+    compare(results, expected(visibility, seq_len, packing, sinks))
+
+
+@functools.cache
+def expected(visibility, seq_len, packing, sinks):
+    arguments, d_out = lib.inputs(visibility, seq_len, packing(seq_len), sinks=sinks, batch=2)
+    return attention(arguments, visibility, d_out)
+
+
+def compare(results, right, out_tolerance=2e-5, gradient_tolerance=1e-4):
+    """Also that rows which see nothing, and keys that nobody sees, are exactly 0, as are their gradients."""
+    assert results.keys() == right.keys()
+    for name, array in right.items():
+        if name == "compressed" and array.shape[1] == 0:
+            assert results[name].shape == array.shape
+            continue
+        # A query with a single key has no gradient; what is left of it in float32 is compared with the outputs' 1.
+        assert_close(results[name], array, out_tolerance if name == "out" else gradient_tolerance, atol=1e-6)
+        unseen = ~(right["out"] if name == "q" else array).astype(bool).any(axis=tuple(range(2, array.ndim)))
+        assert not np.asarray(results[name])[unseen].any(), f"{name}: not exactly 0"
+
+
+# One shape for all that follows, so that each strategy is compiled once.
+every_strategy = pytest.mark.parametrize(
+    ("strategy", "visibility"),
+    lib.parameters(
+        SMALL,
+        SEQ_LEN,
+        quick=lambda kind, strategy: steps_unset(strategy) and (kind != "sliding" or lib.is_default(kind, strategy)),
+    ),
+)
+
+
+@every_strategy
+def test_blocks_of_nothing_but_padding(strategy, visibility):
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, lib.blank_blocks(SEQ_LEN))
+    results = lib.differentiated(strategy, visibility)(arguments, d_out)
+    compare(results, attention(arguments, visibility, d_out))
+    assert not np.asarray(results["out"])[:, 130:386].any()
+
+
+def change(arguments, tokens: slice, entries: slice):
+    """Other queries and keys at those tokens, other entries there."""
+    changed = dict(arguments)
+    for name, part in (("q", tokens), ("local", tokens), ("compressed", entries)):
+        changed[name] = arguments[name].at[:, part].multiply(-1.7)
+    return changed
+
+
+@every_strategy
+def test_past_does_not_depend_on_the_future(strategy, visibility):
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, np.zeros((1, SEQ_LEN)))
+    run, start = lib.differentiated(strategy, visibility), 300
+    before = run(arguments, d_out)["out"]
+    after = run(change(arguments, slice(start, None), slice(visibility.num_entries(start), None)), d_out)["out"]
+    np.testing.assert_array_equal(after[:, :start], before[:, :start])
+    assert (after[:, start:] != before[:, start:]).any(axis=(2, 3)).all()
+
+
+@every_strategy
+def test_document_does_not_depend_on_the_one_before(strategy, visibility):
+    start = 200  # within entry 3 of HCA
+    segments = np.arange(SEQ_LEN)[None] >= start
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, segments)
+    run = lib.differentiated(strategy, visibility)
+    before = run(arguments, d_out)["out"]
+    after = run(change(arguments, slice(start), slice(visibility.num_entries(start - 1) + 1)), d_out)["out"]
+    np.testing.assert_array_equal(after[:, start:], before[:, start:])
+    assert (after[:, :start] != before[:, :start]).any(axis=(2, 3)).all()
+
+
+@every_strategy
+@pytest.mark.parametrize(("packing", "row"), [(lib.documents, 300), (lib.blank_blocks, 511)])
+def test_gradients_of_a_row_reach_exactly_what_it_sees(strategy, visibility, packing, row):
+    """Causality, the window, documents and selection at once."""
+    segments = packing(SEQ_LEN)[:1]
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, segments)
+    results = lib.differentiated(strategy, visibility)(arguments, jnp.zeros_like(d_out).at[:, row].set(1.0))
+    reached = np.concatenate([np.asarray(results[name]).any(axis=-1)[0] for name in ("local", "compressed")])
+    selected = None if arguments["selected"] is None else np.asarray(arguments["selected"][0])
+    np.testing.assert_array_equal(reached, visible(visibility, segments[0], selected)[row])
+    assert np.flatnonzero(np.asarray(results["q"]).any(axis=(0, 2, 3))).tolist() == [row]
+
+
+default_strategies = pytest.mark.parametrize(
+    ("strategy", "visibility"),
+    lib.parameters(SMALL, SEQ_LEN, quick=lambda kind, strategy: kind != "sliding" and lib.is_default(kind, strategy)),
+)
+
+
+@default_strategies
+def test_bfloat16(strategy, visibility):
+    """Weights and partial sums have 8 bits; the sinks and their gradient are float32 all the same."""
+    arguments, d_out = lib.inputs(visibility, 255, lib.documents(255)[:1], dtype=jnp.bfloat16)
+    results = lib.differentiated(strategy, visibility)(arguments, d_out)
+    compare(results, attention(arguments, visibility, d_out), out_tolerance=1e-2, gradient_tolerance=2e-2)
+
+
+BLOCKS = {
+    "wide keys": {"block_q": 128, "block_kv": 256, "block_kv_compute": 128, "block_q_dkv": 256, "block_kv_dkv": 128},
+    "wide queries": {"block_q": 256, "block_kv": 128, "block_q_dkv": 128, "block_kv_dkv": 384},
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize(("kind", "steps"), [("hca", 0), ("hca", 3), ("csa", 0)])
+def test_backward_blocks_of_other_sizes(kind, steps, blocks):
+    """Splash's alone."""
+    options = backends.Options(dq_reduction_steps=steps, block_kv_dkv_compute=128, **blocks)
+    arguments, d_out = lib.inputs(SMALL[kind], 489, lib.documents(489)[:1])
+    results = lib.differentiated(lib.Strategy("splash", options), SMALL[kind])(arguments, d_out)
+    compare(results, attention(arguments, SMALL[kind], d_out))
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("backend", [name for name in backends.NAMES if name != "splash"])
+def test_no_intermediate_is_nan_or_infinite(backend, kind):
+    """The memory that splash is interpreted with is NaN where nothing was written, which is its own test of this."""
+    arguments, d_out = lib.inputs(SMALL[kind], 64, lib.padding(64))
+    with jax.debug_nans(True), jax.debug_infs(True):
+        lib.differentiated(lib.Strategy(backend, backends.DEFAULT), SMALL[kind])(arguments, d_out)

@@ -1,0 +1,79 @@
+"""Every point of every experiment can be run, and asks what the project is about."""
+
+import pathlib
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from analysis import plot
+from research import config as config_lib
+from research import experiment
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = sorted(path for path in (ROOT / "experiments").glob("*.py") if path.name != "__init__.py")
+MODULES = {path.stem: experiment.load(str(path))[0] for path in FILES}
+CASES = [(name, arg) for name, module in MODULES.items() for arg in module.ARGS]
+
+
+def platform(arg):
+    """Without an argument experiments are sized for an accelerator."""
+    return "tpu" if arg == "" else "cpu"
+
+
+def test_there_are_experiments():
+    assert {"mask_strategies", "attention_kinds"} <= set(MODULES)
+
+
+@pytest.mark.parametrize(("name", "arg"), CASES)
+def test_config_and_every_sweep_point_validate(name, arg):
+    module = MODULES[name]
+    config_lib.validate(module.get_config(arg), platform(arg))
+    points = module.sweep(arg)
+    assert len({experiment.label(point) for point in points}) == len(points) > 1
+    for point in points:
+        config = module.get_config(arg)
+        experiment.override(config, point)
+        config_lib.validate(config, platform(arg))
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")
+@pytest.mark.parametrize(("name", "arg"), CASES)
+def test_points_arrive_through_the_command_line_unchanged(name, arg):
+    module = MODULES[name]
+    for point in module.sweep(arg):
+        argv = ["train.py", f"--config={ROOT}/experiments/{name}.py:{arg}", *experiment.as_flags(point)]
+        values = flags.FlagValues()
+        holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        values(argv)
+        expected = module.get_config(arg)
+        experiment.override(expected, point)
+        assert holder.value.to_dict() == expected.to_dict()
+
+
+@pytest.mark.parametrize(("name", "arg"), CASES)
+def test_sweep_varies_strategy_block_size_and_dq_reduction(name, arg):
+    points = MODULES[name].sweep(arg)
+
+    def values(field):
+        return {point[field] for point in points if field in point}
+
+    assert {"static", "dynamic"} <= values("attention.schedule")
+    assert len(values("attention.block_q")) > 1
+    assert len(values("attention.block_kv")) > 1
+    assert values("attention.dq_reduction_steps") == {0, 3}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_file_says_what_it_asks_and_how_to_run_it(name):
+    module = MODULES[name]
+    assert module.__doc__.splitlines()[0].endswith("?")
+    assert f"python launch/sweep.py --config=experiments/{name}.py" in module.__doc__
+    assert set(module.HEADLINE) <= set(plot.TITLES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_unknown_argument_is_refused(name):
+    for function in (MODULES[name].get_config, MODULES[name].sweep):
+        with pytest.raises(config_lib.ConfigError, match=r"'enormous'.*must be one of '', "):
+            function("enormous")

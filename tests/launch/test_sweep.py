@@ -1,0 +1,108 @@
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from research import sweep, tracking
+from research.config import ConfigError
+
+ROOT = pathlib.Path(__file__).parents[2]
+TARGET = f"{ROOT}/tests/tiny.py"
+
+# Stands in for launch/train.py: ends as the learning rate of the point demands, and counts how often it ran.
+FAKE = """
+import json, os, pathlib, signal, sys
+values = dict(argument.removeprefix("--config.").split("=", 1) for argument in sys.argv[1:])
+folder = pathlib.Path(values["run.root"]) / values["run.id"]
+with open(folder / "ran", "a") as file:
+    file.write("x")
+if values["optimizer.learning_rate"] == "1e+30":
+    os.kill(os.getpid(), signal.SIGKILL)
+(folder / "summary.json").write_text(json.dumps({"status": "ok", "final_loss": 1.5}))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    monkeypatch.setattr(sweep, "_TRAIN", script)
+    return {"run.root": str(tmp_path / "runs")}
+
+
+def run(common, fresh=False):
+    return [sweep.run_point(point, fresh) for point in sweep.plan(TARGET, common, "cpu", fresh)]
+
+
+def ran(row):
+    return len((pathlib.Path(row["folder"]) / "ran").read_text())
+
+
+def test_crash_costs_one_point_and_is_a_row(fake):
+    good, bad = run(fake)
+    assert (good["status"], good["final_loss"]) == ("ok", 1.5)
+    assert good["overrides"] == {"optimizer.learning_rate": 1e-3}
+    assert good["folder"] == f"{fake['run.root']}/tiny/learning_rate=0.001"
+    assert bad["status"] == "killed by SIGKILL"
+    assert bad["message"].endswith("log.txt")
+
+
+def test_finished_points_are_kept_and_failed_ones_tried_again(fake):
+    assert [ran(row) for row in run(fake)] == [1, 1]
+    assert [ran(row) for row in run(fake)] == [1, 2]
+    assert [ran(row) for row in run(fake, fresh=True)] == [1, 1]  # the folders are new
+
+
+def test_common_overrides_reach_every_point_and_name_the_folder(fake):
+    rows = run(fake | {"train.steps": 5})
+    assert all("--config.train.steps=5" in row["command"] for row in rows)
+    assert all("/tiny-steps=5/" in row["folder"] for row in rows)
+
+
+def test_override_of_what_the_sweep_sets_is_refused(fake):
+    for name, setting in (("optimizer.learning_rate", 1.0), ("run.id", "x")):
+        with pytest.raises(ConfigError, match=rf"config\.{name}: is set by the sweep itself"):
+            sweep.plan(TARGET, fake | {name: setting}, "cpu", fresh=False)
+
+
+def test_invalid_points_are_all_named_before_any_is_run(fake, tmp_path):
+    both = r"2 of the points(.|\n)*learning_rate=0.001: .*top_k=0(.|\n)*learning_rate=1e\+30: .*top_k=0"
+    with pytest.raises(ConfigError, match=both):
+        sweep.plan(TARGET, fake | {"attention.top_k": 0}, "cpu", fresh=False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_results_of_other_settings_are_not_taken_for_these(fake):
+    (point, _) = sweep.plan(TARGET, fake, "cpu", fresh=False)
+    point.folder.mkdir(parents=True)
+    tracking.write_json(point.folder / "config.json", {"model": {"hidden": 1}})
+    with pytest.raises(ConfigError, match=r"model\.hidden: 1 there, 32 here(.|\n)*--fresh replaces it"):
+        sweep.plan(TARGET, fake, "cpu", fresh=False)
+    assert len(sweep.plan(TARGET, fake, "cpu", fresh=True)) == 2
+
+
+def test_sweep_from_the_command_line(tmp_path):
+    """Real training: one point ends well, one diverges; table, rows, plot and exit code tell."""
+    command = [sys.executable, ROOT / "launch" / "sweep.py", f"--config={TARGET}", "--config.train.steps=3"]
+    done = subprocess.run(
+        [*command, f"--config.run.root={tmp_path}"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    folder = tmp_path / "tiny-steps=3"
+    good, bad = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert good["status"] == "ok"
+    assert good["val_bits_per_byte"] > 0
+    assert (bad["status"], bad["message"]) == ("nan loss", "loss is nan at step 2")
+    assert "1e+30: nan loss: loss is nan at step 2" in done.stdout
+    assert "1 of 2 agree" in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == [f"results: {folder / 'results.jsonl'}", f"plot: {folder / 'plot.png'}"]
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "Traceback" not in done.stdout + done.stderr
