@@ -23,7 +23,7 @@ def build(rows: list[Row]) -> rich.table.Table:
     """One line per point: settings asked for, settings in effect, losses, costs, and how it ended."""
     table = rich.table.Table("#", f"point:\n{fields(rows)}", "in effect", box=rich.box.SIMPLE_HEAD)
     for heading, _, _ in _NUMBERS.values():
-        table.add_column(heading, justify="right", vertical="middle")
+        table.add_column(heading, justify="right")
     table.add_column("status")
     for number, row in enumerate(rows, 1):
         numbers = [

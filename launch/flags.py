@@ -14,14 +14,15 @@ from research.config import ConfigError
 INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
-flags.mark_flag_as_required("config")
 
 _TARGET = re.compile(r"--?config(?:=(.*))?")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
 
 
-def run(main: Callable[[], int]) -> None:
+def run(main: Callable[[], int], *, config_required: bool = True) -> None:
     """Parses the command line, exits with what `main` returns, and reports foreseen errors in a line."""
+    if config_required:
+        flags.mark_flag_as_required("config")
 
     def guarded(argv: Sequence[str]) -> None:
         del argv
@@ -32,6 +33,11 @@ def run(main: Callable[[], int]) -> None:
             _report(error)
 
     app.run(guarded, flags_parser=_parse)
+
+
+def given() -> bool:
+    """Whether there is a `--config`."""
+    return flags.FLAGS["config"].present > 0 or _CONFIG.value is not None
 
 
 def target() -> str:

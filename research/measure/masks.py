@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import resource
 import time
 from collections.abc import Iterator
@@ -14,26 +15,20 @@ import numpy as np
 from research.attention import layout as layout_lib
 from research.attention import schedules
 from research.attention import tokamax_splash as splash
-from research.attention.schedules import closed_form
+from research.attention.schedules import closed_form, scalar_memory
 from research.attention.visibility import Visibility
-
-# Scalar memory of a TPU core; tokamax prefetches the whole schedule into it.
-SMEM_BYTES = 2**20
-
-# Per block the kernel also prefetches where rows of blocks begin and end, as two int32 made inside the program.
-_BOUNDS_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A schedule to be measured: forward and backward kernel with the same blocks."""
+    """A schedule to be measured, by its name in `schedules.TABLE`; forward and backward kernel have the same blocks."""
 
     visibility: Visibility
     schedule: str
     seq_len: int
     block_q: int
     block_kv: int
-    dq_reduction_steps: int = 3
+    dq_reduction_steps: int
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -44,47 +39,54 @@ def measure(request: Request) -> dict[str, Any]:
 
     Returns:
       One row. `active`, `full`, `partial` and `unique_partial` blocks and `useful_fraction` (visible over scheduled
-      pairs) are the forward kernel's; bytes and seconds are of both kernels together: `host_bytes` and `hbm_bytes` of
+      pairs) are the forward kernel's; `scheduled` blocks are those of the
+      longer list of the two; bytes and seconds are of both kernels together: `host_bytes` and `hbm_bytes` of
       the masks in the program as it is handed over and on the device, `smem_bytes` of the larger prefetch,
       `fits_smem`, `schedule_seconds` for the lists of blocks alone, `build_seconds` with the partial blocks,
       `peak_rss_bytes` of the process so far.
     """
-    lay = layout_lib.make(request.visibility, request.seq_len, (request.block_q,), (request.block_kv,))
-    config = splash.SplashConfig(
-        block_q=request.block_q,
-        block_kv=request.block_kv,
-        block_q_dkv=request.block_q,
-        block_kv_dkv=request.block_kv,
-        dq_reduction_steps=request.dq_reduction_steps or None,
-    )
-    name = schedules.resolve_name(request.schedule, request.visibility.kind)
-    clock = _Clock()
-    infos, unique = _build(request, name, lay, config, clock)
-    blocks = sum(_bytes(info.partial_mask_blocks) for info in infos)
+    lay, config = _layout(request), _config(request)
+    name, clock = request.schedule, _Clock()
+    infos, held, unique = _build(request, lay, config, clock)
+    blocks = sum(held)
     dense = lay.q_len * lay.kv_len  # bytes of the mask as booleans
     kinds = np.asarray(infos[0].block_mask)
     active = int(np.count_nonzero(kinds))
-    smem = max(smem_bytes(info) for info in infos)
+    larger = max(infos, key=scalar_memory.listed)
+    smem = scalar_memory.listed(larger)
     return {
         "schedule": name,
         "visibility": request.visibility.kind,
         "seq_len": request.seq_len,
         "block_q": request.block_q,
         "block_kv": request.block_kv,
+        "dq_reduction_steps": request.dq_reduction_steps,
         "active": active,
         "full": int(np.count_nonzero(kinds == 2)),
         "partial": int(np.count_nonzero(kinds == 1)),
         "unique_partial": unique,
         "useful_fraction": visible_pairs(request.visibility, request.seq_len)
         / (active * request.block_q * request.block_kv),
+        "scheduled": larger.block_mask.size,
         "host_bytes": {"captured": dense, "static": blocks}.get(name, 0),
         "hbm_bytes": blocks + dense * (name in ("captured", "dynamic")),
         "smem_bytes": smem,
-        "fits_smem": smem <= SMEM_BYTES,
-        "schedule_seconds": clock.schedule,
+        "fits_smem": smem <= scalar_memory.CAPACITY,
+        "schedule_seconds": clock.schedule or clock.build,
         "build_seconds": clock.build,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def block_grid(request: Request) -> tuple[np.ndarray, int]:
+    """The forward schedule as kinds of blocks [q blocks, key blocks], and how many of the columns are local keys."""
+    lay, config = _layout(request), _config(request)
+    (info, _), *_ = _build(request, lay, config, _Clock())
+    grid = np.zeros((lay.q_len // request.block_q, lay.kv_len // request.block_kv), np.int32)
+    active = np.asarray(info.block_mask) > 0
+    rows, cols = (np.asarray(x)[active].astype(np.int32) for x in (info.active_rows, info.active_cols))
+    grid[rows, cols] = np.asarray(info.block_mask)[active]
+    return grid, lay.local_len // request.block_kv
 
 
 def visible_pairs(visibility: Visibility, seq_len: int) -> int:
@@ -97,21 +99,12 @@ def visible_pairs(visibility: Visibility, seq_len: int) -> int:
     return int(pairs)
 
 
-def smem_bytes(info: splash.MaskInfo) -> int:
-    """Bytes the kernel prefetches into scalar memory: the lists of blocks, and where rows of blocks begin and end."""
-    lists = sum(_bytes(x) for x in (info.active_rows, info.active_cols, info.mask_next, info.block_mask))
-    return lists + (_BOUNDS_BYTES * info.active_rows.size if info.active_rows is not None else 0)
-
-
+@dataclasses.dataclass
 class _Clock:
-    """Seconds from its making until the lists of blocks were there, and what was spent on top to build the rest."""
+    """Seconds spent on the lists of blocks, 0 where they are not made apart, and on everything."""
 
-    def __init__(self):
-        self._start = time.perf_counter()
-        self.schedule = self.build = 0.0
-
-    def listed(self) -> None:
-        self.schedule = self.build = time.perf_counter() - self._start
+    schedule: float = 0.0
+    build: float = 0.0
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
@@ -120,29 +113,50 @@ class _Clock:
         self.build += time.perf_counter() - start
 
 
-def _build(request, name, lay, config, clock) -> tuple[list[splash.MaskInfo], int]:
-    """The forward and backward `MaskInfo`, and the number of distinct partial blocks held for the former."""
+def _build(request, lay, config, clock) -> tuple[list[splash.MaskInfo], list[int], int]:
+    """The forward and backward `MaskInfo`, the bytes of their partial blocks, and how many the former has."""
+    name = request.schedule
     if name in ("closed_form", "computed"):
-        plan = closed_form.schedules(lay, config)
-        infos = [closed_form.mask_info(*part) for part in plan]
-        clock.listed()
+        with clock.going_on():
+            plan = closed_form.schedules(lay, config)
+            infos, held = [closed_form.mask_info(*part) for part in plan], [0, 0]
+        clock.schedule = clock.build
         if name == "computed":
             infos = [info._replace(mask_next=None) for info in infos]
         else:
-            made = [jax.jit(closed_form.partial_blocks, static_argnums=0).lower(part).compile() for part, _ in plan]
-            with clock.going_on():  # compiling them is part of compiling the program
-                blocks = jax.block_until_ready([make() for make in made])
-            infos = [info._replace(partial_mask_blocks=x) for info, x in zip(infos, blocks, strict=True)]
-        return infos, len(plan[0][0].offsets) * (name == "closed_form")
-    kernel = schedules.TABLE[name].kernel(lay, config, _runtime_mask(request, lay))
-    infos = jax.block_until_ready([kernel.fwd_mask_info, kernel.dkv_mask_info])
-    clock.listed()
-    return infos, len(infos[0].partial_mask_blocks)
+            for number, (schedule, _) in enumerate(plan):
+                make = jax.jit(closed_form.partial_blocks, static_argnums=0).lower(schedule).compile()
+                with clock.going_on():  # compiling is part of compiling the program
+                    held[number] = jax.block_until_ready(make()).nbytes
+        return infos, held, len(plan[0][0].offsets) * (name == "closed_form")
+
+    def build(mask=None):
+        kernel = schedules.TABLE[name].kernel(lay, config, mask)
+        return [kernel.fwd_mask_info, kernel.dkv_mask_info]
+
+    if schedules.TABLE[name].runtime_mask:
+        mask = _runtime_mask(request, lay)
+        build = functools.partial(jax.jit(build).lower(mask).compile(), mask)  # compiling is the program's
+    with clock.going_on():
+        infos = jax.block_until_ready(build())
+    return infos, [_bytes(info.partial_mask_blocks) for info in infos], len(infos[0].partial_mask_blocks)
 
 
-def _runtime_mask(request: Request, lay: layout_lib.Layout) -> jax.Array | None:
-    if request.schedule in ("captured", "static"):
-        return None
+def _layout(request: Request) -> layout_lib.Layout:
+    return layout_lib.make(request.visibility, request.seq_len, (request.block_q,), (request.block_kv,))
+
+
+def _config(request: Request) -> splash.SplashConfig:
+    return splash.SplashConfig(
+        block_q=request.block_q,
+        block_kv=request.block_kv,
+        block_q_dkv=request.block_q,
+        block_kv_dkv=request.block_kv,
+        dq_reduction_steps=request.dq_reduction_steps or None,
+    )
+
+
+def _runtime_mask(request: Request, lay: layout_lib.Layout) -> jax.Array:
     if request.visibility.kind != "csa":
         return lay.runtime_mask(None, None, None)
     chance = jax.random.uniform(jax.random.key(0), (lay.seq_len, lay.entries))

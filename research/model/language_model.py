@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from research.attention import backends
 from research.attention.layer import Attention
-from research.attention.linear import project
+from research.attention.linear import INIT_STD, project
 from research.attention.norms import RMSNorm
 from research.model.spec import ModelSpec
 
@@ -26,7 +26,7 @@ def build(spec: ModelSpec) -> hk.Transformed:
     """
 
     def forward(inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        embed = hk.Embed(spec.vocab_size, spec.hidden, w_init=hk.initializers.RandomNormal(_INIT_STDDEV), name="embed")
+        embed = hk.Embed(spec.vocab_size, spec.hidden, w_init=hk.initializers.RandomNormal(INIT_STD), name="embed")
         x_BxSxE = embed(inputs).astype(spec.dtype)
         attention, backend = spec.attention, backends.get(spec.attention.backend)
         # Once per step, outside the stack of blocks: what layers of one kind share.
@@ -69,6 +69,3 @@ class Layer(hk.Module):
         normed = RMSNorm(spec.norm_eps, name="ffn_norm")(x_BxSxE)
         gated = jax.nn.silu(project("ffn_gate", normed, spec.ffn_width)) * project("ffn_up", normed, spec.ffn_width)
         return x_BxSxE + project("ffn_down", gated, spec.hidden)
-
-
-_INIT_STDDEV = 0.02

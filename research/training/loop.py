@@ -33,7 +33,7 @@ def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich
     """
     config_lib.validate(config)
     effective = config_lib.effective(config)
-    data = data_lib.build(config, config_lib.alignment(config))
+    data = _read(config)
     spec = model_spec.from_config(config)
     model, updates = language_model.build(spec), optimizer.build(config)
     state = step_lib.init(spec, updates, config.seed)
@@ -84,6 +84,13 @@ def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich
         }
         tracker.summarize(results)
     return results
+
+
+def _read(config: ml_collections.ConfigDict) -> data_lib.Data:
+    try:
+        return data_lib.build(config, config_lib.alignment(config))
+    except ValueError as error:  # names the field: what a config points to is seen only when it is read
+        raise config_lib.ConfigError(str(error)) from error
 
 
 def _evaluate(losses, params, data, batches: int, step: int) -> dict[str, float]:

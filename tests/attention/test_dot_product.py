@@ -13,7 +13,7 @@ from tests.oracles import assert_close, attention, visible
 
 
 @pytest.mark.parametrize("packing", [lib.none, lib.documents, lib.padding])
-@pytest.mark.parametrize("seq_len", [1, 3, 64, 70])
+@pytest.mark.parametrize("seq_len", [3, 70])
 @pytest.mark.parametrize("kind", ["sliding", "hca", "csa"])
 def test_mask_equals_loops(kind, seq_len, packing):
     visibility = lib.visibilities(window=9, hca_ratio=16)[kind]

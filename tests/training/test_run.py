@@ -158,9 +158,10 @@ def test_nan_loss_names_its_step_and_is_recorded(root, unbroken):
     assert rows(folder_of(config))[0]["loss"] != rows(folder_of(unbroken))[0]["loss"]
 
 
-def test_invalid_config_is_recorded(root):
-    config = make(root, "invalid", attention__top_k=0)
-    with pytest.raises(ConfigError, match="top_k=0"):
+@pytest.mark.parametrize(("field", "setting"), [("attention__top_k", 0), ("data__path", "/nothing/there")])
+def test_invalid_config_is_recorded(root, field, setting):
+    config = make(root, f"invalid-{field}", **{field: setting})
+    with pytest.raises(ConfigError, match=rf"config\.{field.replace('__', '.')}="):
         train(config)
     assert json.loads((folder_of(config) / "summary.json").read_text())["status"] == "invalid config"
 

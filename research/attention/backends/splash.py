@@ -9,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from research.attention import backends, layout, schedules
 from research.attention import tokamax_splash as splash
+from research.attention.schedules import closed_form, scalar_memory
 
 _DEFAULT_BLOCK = 512
 
@@ -26,7 +27,7 @@ def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> bac
     forced = schedules.TABLE[schedule].ring_only or (packed and splash.SEGMENTS_NEED_RING)
     ring = options.dq_reduction_steps == 3 or forced
     few = ring or key_steps <= 4  # beyond four partial sums the kernel keeps them in float32
-    return {
+    effective = {
         "schedule": schedule,
         **blocks,
         "dq_reduction_steps": 3 if ring else 0,
@@ -36,6 +37,9 @@ def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> bac
         "kv_len": lay.kv_len,
         "interpreted": backends.platform() != "tpu",
     }
+    if not effective["interpreted"]:
+        _check_scalar_memory(lay, effective)
+    return effective
 
 
 def prepare(visibility, seq_len, segments, options) -> jax.Array | None:
@@ -151,6 +155,18 @@ def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
         if blocks[name] % blocks[f"{name}_compute"]:
             raise ValueError(f"{name}_compute={blocks[f'{name}_compute']}: must divide {name}={blocks[name]}")
     return blocks
+
+
+def _check_scalar_memory(lay: layout.Layout, effective: backends.Effective) -> None:
+    name = effective["schedule"]
+    if schedules.TABLE[name].ring_only:
+        for suffix in ("", "_dkv"):
+            sizes = effective[f"block_q{suffix}"], effective[f"block_kv{suffix}"]
+            scalar_memory.require(name, *scalar_memory.of_runtime_mask(lay, *sizes))
+        return
+    for part in closed_form.schedules(lay, _splash_config(effective)):
+        info = closed_form.mask_info(*part)
+        scalar_memory.require(name, info.block_mask.size, scalar_memory.listed(info))
 
 
 def _layout(visibility, seq_len: int, blocks: backends.Effective) -> layout.Layout:

@@ -1,0 +1,87 @@
+"""The closed form against tokamax's own evaluation of every block."""
+
+import math
+
+import numpy as np
+import pytest
+
+from research.attention import layout as layout_lib
+from research.attention import tokamax_splash as splash
+from research.attention.schedules import block_schedule, closed_form
+from research.attention.schedules.static import LayoutMask
+from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+
+DANGEROUS = (1, 3, 127, 128, 129, 255, 382, 489, 509, 636, 1017, 1525)
+
+
+def random_cases(count):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        window = int(rng.choice([1, 2, 7, 64, 127, 128, 129, 200, 500, 4000]))
+        # From 2 on: at a ratio of 1 a partial block of entries can look like one of local keys, and tokamax shares it.
+        ratio = int(rng.choice([2, 3, 4, 8, 16, 60, 128, 200, 512, 1000]))
+        visibility = HeavilyCompressed(window, ratio) if rng.random() < 0.75 else SlidingWindow(window)
+        yield visibility, int(rng.integers(1, 1400)), 128 * int(rng.integers(1, 5)), 128 * int(rng.integers(1, 5))
+
+
+def dangerous_cases():
+    for seq_len in DANGEROUS:
+        for block_q, block_kv in ((128, 128), (512, 512), (128, 512), (512, 128)):
+            yield HeavilyCompressed(128, 128), seq_len, block_q, block_kv
+            yield SlidingWindow(128), seq_len, block_q, block_kv
+
+
+def assert_same(info, schedule, dynamic_grid):
+    mine = closed_form.mask_info(schedule, dynamic_grid)
+    for name in ("active_rows", "active_cols", "block_mask", "num_active_blocks"):
+        theirs = getattr(info, name)
+        if theirs is None:
+            assert getattr(mine, name) is None, name
+        else:
+            assert getattr(mine, name).dtype == theirs.dtype, name
+            np.testing.assert_array_equal(getattr(mine, name), theirs, err_msg=name)
+    blocks = schedule.partial_blocks()
+    assert blocks.dtype == info.partial_mask_blocks.dtype
+    assert blocks.shape == info.partial_mask_blocks.shape
+    # The numbering is free: what is fetched for each block must be the same, and nothing held twice.
+    assert mine.mask_next.dtype == info.mask_next.dtype
+    np.testing.assert_array_equal(blocks[mine.mask_next], info.partial_mask_blocks[info.mask_next])
+    assert len({block.tobytes() for block in blocks}) == len(blocks)
+
+
+@pytest.mark.parametrize("cases", [random_cases(320), dangerous_cases()], ids=["random", "dangerous"])
+def test_equals_the_evaluation_of_every_block(cases):
+    for visibility, seq_len, block_q, block_kv in cases:
+        layout = layout_lib.make(visibility, seq_len, (block_q,), (block_kv,))
+        evaluated = {"mask": LayoutMask(layout), "block_shape": (block_q, block_kv)}
+        info, _ = splash.process_mask(**evaluated, is_dkv=False)
+        assert_same(info, block_schedule.build(layout, block_q, block_kv, transposed=False), dynamic_grid=True)
+
+        backward = block_schedule.build(layout, block_q, block_kv, transposed=True)
+        backward = block_schedule.with_empty_rows(backward, layout.kv_len // block_kv)
+        for dynamic_grid in (True, False):
+            info, _ = splash.process_mask(**evaluated, is_dkv=True, return_dynamic_grid=dynamic_grid)
+            assert_same(info, backward, dynamic_grid)
+
+
+@pytest.mark.parametrize("block", [512, 1024])
+def test_distinct_partial_blocks_do_not_grow_with_the_sequence(block):
+    counts = []
+    for seq_len in (131_072, 1_048_576):
+        layout = layout_lib.make(HeavilyCompressed(128, 128), seq_len, (block,), (block,))
+        counts.append(len(block_schedule.build(layout, block, block, transposed=False).offsets))
+    bound = (2 * block + 128) / block + (block + block * 128) / math.gcd(block, block * 128)
+    assert counts[0] == counts[1] == 130 <= bound
+
+
+def test_active_blocks_of_a_million_tokens():
+    layout = layout_lib.make(HeavilyCompressed(128, 128), 1_048_576, (512,), (512,))
+    schedule = block_schedule.build(layout, 512, 512, transposed=False)
+    # 2,048 diagonal blocks, 2,047 left of them, and of entries one more column for every 128 blocks of queries.
+    assert len(schedule.rows) == 2048 + 2047 + 128 * sum(range(1, 17)) == 21_503
+
+
+def test_csa_has_no_closed_form():
+    layout = layout_lib.make(CompressedSparse(128, 4, 8), 512, (128,), (128,))
+    with pytest.raises(ValueError, match="CompressedSparse has no closed form"):
+        block_schedule.build(layout, 128, 128, transposed=False)

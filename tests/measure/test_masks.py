@@ -1,0 +1,40 @@
+import numpy as np
+import pytest
+
+from research.attention import backends, schedules
+from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.measure import masks
+from tests.oracles import visible
+
+HCA = HeavilyCompressed(128, 128)
+
+
+@pytest.mark.parametrize("schedule", schedules.TABLE)
+def test_schedules_of_one_mask_have_the_same_blocks(schedule):
+    row = masks.measure(masks.Request(HCA, schedule, 1017, 128, 128, 3))
+    # 8 diagonal blocks, 7 left of them, and the column of entries from the first that is complete.
+    assert (row["active"], row["full"], row["partial"]) == (23, 0, 23)
+    assert row["useful_fraction"] == masks.visible_pairs(HCA, 1017) / (23 * 128 * 128)
+    assert row["build_seconds"] >= row["schedule_seconds"] > 0
+
+
+@pytest.mark.parametrize("visibility", [SlidingWindow(8), HeavilyCompressed(8, 16), CompressedSparse(8, 4, 3)])
+def test_visible_pairs_are_those_of_the_oracle(visibility):
+    segments = np.zeros(100, np.int32)
+    seen = visible(visibility, segments, np.ones((100, visibility.num_entries(100)), bool))
+    local, entries = seen[:, :100].sum(), seen[:, 100:].sum(axis=1)
+    if visibility.kind == "csa":
+        entries = np.minimum(entries, visibility.top_k)
+    assert masks.visible_pairs(visibility, 100) == local + entries.sum()
+
+
+@pytest.mark.parametrize("seq_len", [98_304, 114_688])
+def test_scalar_memory_runs_out_where_the_compiler_says(seq_len):
+    """The v5p compiler takes dynamic HCA at block 512 up to 98,304 tokens, and lacks 20.7 KiB at 114,688."""
+    options = backends.Options("dynamic", block_q=512, block_kv=512)
+    with backends.compiling_for("tpu"):
+        if seq_len == 98_304:
+            backends.get("splash").resolve(HCA, seq_len, 128, "bfloat16", options)
+        else:
+            with pytest.raises(ValueError, match=r"schedule='dynamic': its list of 50,624 blocks takes 1,0\d\d KiB"):
+                backends.get("splash").resolve(HCA, seq_len, 128, "bfloat16", options)
