@@ -34,6 +34,9 @@ test-slow: $(INSTALLED) ## the tests that the default leaves out
 parity: $(VENV)/.installed-parity ## compare with the reference model in PyTorch
 	$(BIN)/python -m pytest tests/parity -m 'parity or not slow'
 
+peers: $(VENV)/.installed-parity ## time our attention layer beside Hugging Face's, on the CPU
+	$(BIN)/python launch/peers.py
+
 lint: $(INSTALLED) ## ruff: check and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,4 +45,7 @@ clean: ## remove virtual environments and caches; runs/ stays
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo test test-slow parity lint clean
+figures: $(INSTALLED) ## draw the README's picture
+	$(BIN)/python analysis/patterns.py
+
+.PHONY: help setup demo test test-slow parity peers lint figures clean

@@ -96,6 +96,10 @@ def base_config() -> ml_collections.ConfigDict:
     config.train.eval_batches = 8
     config.train.checkpoint_every = 100  # 0: only at the end
 
+    config.bench = ml_collections.ConfigDict()
+    config.bench.repeats = 5  # timed runs of each program, after one that is not
+    config.bench.timeout_minutes = 10.0  # for one point of a sweep, after which it is a row that says so
+
     config.run = ml_collections.ConfigDict()
     config.run.root = "runs"
     config.run.id = ""  # folder below root; empty: made from the date, the experiment and the overrides
@@ -230,6 +234,7 @@ def _check_training(config) -> None:
             raise _error(f"optimizer.{name}", optimizer[name], "at least 0 and below 1")
     if not 0 <= optimizer.final_fraction <= 1:
         raise _error("optimizer.final_fraction", optimizer.final_fraction, "between 0 and 1")
+    _positive(config.bench, "bench", "repeats", "timeout_minutes")
     _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
 
 

@@ -35,7 +35,7 @@ class Tracker:
     def __init__(self, folder: pathlib.Path, config: ml_collections.ConfigDict):
         """Starts or continues the record in `folder`; see `config.wandb` for the part of wandb."""
         self._file = open(folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed on exit)
-        self._wandb = _start_wandb(folder, config)
+        self._wandb = start_wandb(folder, config)
 
     def __enter__(self):
         return self
@@ -116,7 +116,7 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def _start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
+def start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
     """Returns wandb's run, or None where it is disabled."""
     if config.wandb.mode == "disabled":
         return None

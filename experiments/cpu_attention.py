@@ -1,0 +1,85 @@
+"""What does linear-cost attention gain over the dense one on this machine, and how does it grow?
+
+    python launch/bench.py --config=experiments/cpu_attention.py
+
+One attention, 8 heads of 64, window 128, float32, forward and backward: `blockwise` against `dot_product` at 8,192
+tokens for the three kinds, then HCA alone up to 131,072. The last lines are the ratios, all from this one run.
+"""
+
+import itertools
+import math
+
+import ml_collections
+
+from experiments import mask_strategies
+from research import experiment
+from research.attention import schedules
+from research.config import base_config
+
+ARGS = ("", "quick")
+HEADLINE = ("seconds", "temp_bytes")
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """'' reaches 131,072 tokens and takes a quarter of an hour on two cores, 'quick' stops at 4,096."""
+    experiment.check_arg(arg, ARGS)
+    config = base_config()
+    config.attention.heads = 8
+    config.attention.top_k = 512
+    config.data.batch_size = 1
+    config.data.seq_len = 1024 if arg == "quick" else 8192
+    config.bench.repeats = 3
+    return config
+
+
+def sweep(arg: str = "") -> list[experiment.Overrides]:
+    """Both backends for each kind, the growth of HCA, blocks of other sizes, and interpreted splash at its smallest."""
+    experiment.check_arg(arg, ARGS)
+    lengths = (1024, 2048, 4096) if arg == "quick" else (8192, 16384, 32768, 65536, 131072)
+    points = [
+        {"model.layers": (kind,), "attention.backend": backend, "data.seq_len": lengths[0]}
+        for kind in ("hca", "csa", "sliding")
+        for backend in ("blockwise", "dot_product")
+    ]
+    hca = {"model.layers": ("hca",), "attention.backend": "blockwise"}
+    points += [hca | {"data.seq_len": seq_len} for seq_len in lengths[1:]]
+    points += [hca | {"data.seq_len": lengths[0], "attention.block_q": size} for size in (16, 64, 128)]
+    splash = mask_strategies.strategies(("hca",), tuple(schedules.TABLE), (128, 256), 512)
+    points += [
+        {"model.layers": ("hca",), "data.seq_len": 512, **point} for point in splash if "splash" in point.values()
+    ]
+    return points
+
+
+def report(rows: list[dict]) -> list[str]:
+    """The ratios that answer the question."""
+    best = {}
+    for row in rows:
+        if row["phase"] == "forward_backward" and row["status"] == "ok" and row["backend"] != "splash":
+            place = row["visibility"], row["backend"], row["seq_len"]
+            if place not in best or row["seconds"] < best[place]["seconds"]:
+                best[place] = row
+    lines = []
+    for (kind, backend, seq_len), dense in best.items():
+        ours = best.get((kind, "blockwise", seq_len))
+        if backend == "dot_product" and ours:
+            time, memory = (dense[name] / ours[name] for name in ("seconds", "temp_bytes"))
+            lines.append(
+                f"{kind} at {seq_len:,}: dot_product takes {time:.1f}x the time, {memory:.1f}x the temporaries"
+            )
+    lengths = sorted(seq_len for kind, backend, seq_len in best if (kind, backend) == ("hca", "blockwise"))
+    for left, right in itertools.pairwise(lengths):
+        first, second = best["hca", "blockwise", left], best["hca", "blockwise", right]
+        time, memory, useful = (
+            math.log(second[name] / first[name], right / left) for name in ("seconds", "temp_bytes", "useful_flops")
+        )
+        lines.append(
+            f"hca {left:,} to {right:,}: time ^{time:.2f}, temporaries ^{memory:.2f}, visible pairs ^{useful:.2f}"
+        )
+    for (kind, backend, seq_len), row in best.items():
+        if backend == "blockwise":
+            share = row["useful_flops_per_second"] / row["matmul_flops_per_second"]
+            lines.append(
+                f"{kind} at {seq_len:,}: useful FLOP/s are {share:.0%} of this machine's own product of matrices"
+            )
+    return lines

@@ -1,0 +1,98 @@
+"""Runs the points of an experiment's sweep as single attentions, each in a process of its own."""
+
+import dataclasses
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import ml_collections
+
+from research import config as config_lib
+from research import experiment
+from research.attention import backends
+from research.config import ConfigError
+from research.measure import op
+from research.model import spec as model_spec
+
+# The kernel takes the largest process when memory runs out, which leaves no message of its own.
+_KILLED = {signal.SIGKILL: "out of host memory (killed)"}
+
+
+def plan(
+    target: str, common: experiment.Overrides, platform: str
+) -> list[tuple[experiment.Overrides, op.Point, float]]:
+    """The distinct points, each with its overrides and time-out in seconds; all are checked before any is run.
+
+    Raises:
+      ConfigError: a point is invalid; names every such point.
+    """
+    module, arg = experiment.load(target)
+    points, problems = {}, []
+    for overrides in module.sweep(arg):
+        config = module.get_config(arg)
+        try:
+            experiment.override(config, common | overrides)
+            config_lib.validate(config, platform)
+        except (ConfigError, NotImplementedError) as error:
+            problems.append(f"\n  {experiment.label(overrides)}: {error}")
+            continue
+        for point in of_config(config, platform):
+            points.setdefault(point, (overrides, point, config.bench.timeout_minutes * 60))
+    if problems:
+        raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
+    return list(points.values())
+
+
+def of_config(config: ml_collections.ConfigDict, platform: str) -> list[op.Point]:
+    """The attention of every kind of layer in a config."""
+    with backends.compiling_for(platform):
+        spec = model_spec.from_config(config).attention
+    return [
+        op.Point(
+            backend=spec.backend,
+            options=spec.options(kind),
+            visibility=spec.visibility(kind),
+            batch=config.data.batch_size,
+            seq_len=config.data.seq_len,
+            heads=spec.heads,
+            head_width=spec.head_width,
+            dtype=config.model.dtype,
+            repeats=config.bench.repeats,
+        )
+        for kind in dict.fromkeys(config.model.layers)
+    ]
+
+
+def run(point: op.Point, timeout: float) -> list[dict[str, Any]]:
+    """The rows of a point, a row per phase; phases that a crash or the time-out swallowed are rows that say so."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "point.json"
+        file.write_text(op.to_json(point), encoding="utf-8")
+        command = (sys.executable, "-m", "research.measure.op", str(file))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            output, ending, message = done.stdout, _ending(done.returncode), done.stderr[-2000:]
+        except subprocess.TimeoutExpired as error:
+            output, ending, message = (error.stdout or b"").decode(), f"over {timeout:.0f} s", ""
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    known = {row["phase"] for row in rows}
+    lost = {
+        "backend": point.backend,
+        "visibility": point.visibility.kind,
+        "seq_len": point.seq_len,
+        "dtype": point.dtype,
+        "requested": dataclasses.asdict(point.options),
+        "status": ending,
+        "message": message,
+    }
+    return rows + [lost | {"phase": phase} for phase in op.PHASES if phase not in known]
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return _KILLED.get(-code, f"killed by {signal.Signals(-code).name}")
