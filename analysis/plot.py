@@ -20,6 +20,7 @@ _DASHES = ("-", "--", ":", "-.")
 
 # Of the summary: title and unit factor of its bars.
 TITLES = {
+    "seconds": ("time, s", 1),
     "step_seconds": ("step time, s", 1),
     "lower_seconds": ("lowering time, s", 1),
     "compile_seconds": ("compile time, s", 1),
@@ -65,7 +66,7 @@ def _curves(figure: matplotlib.figure.Figure, grid: Any, span: int, groups: dict
                 [entry["loss"] for entry in entries],
                 _DASHES[number % len(_DASHES)],
                 color=_COLOURS[number % len(_COLOURS)],
-                linewidth=min(6.0, 0.8 + 0.8 * (len(rows) - number)),
+                linewidth=min(5.0, 0.8 + 0.6 * (len(rows) - number)),
                 label=table.name(row).removeprefix(f"{pattern} "),
             )
         axes.set_title(pattern)

@@ -6,6 +6,10 @@ Four patterns of three layers: sliding only, HCA, CSA, and all three interleaved
 rows, so what lies further back reaches a token through compressed entries or not at all. Documents start anywhere,
 for then the packing does not depend on the ratios and every point sees exactly the same batches.
 
+`:runlocal`, on 2 cores of an x86 machine that was busy with other work, Python 3.11, 2026-11-29: 11 points, 11 minutes.
+Bits per byte after 600 steps, with seeds 0 and 1: sliding 2.620 and 2.617, HCA 2.703 and 2.604, CSA 2.599 and 2.605,
+interleaved 2.591 and 2.634. Seeds differ by up to 0.1, so at this size the kinds cannot be told apart.
+
 The points after the first four run for a few steps only: they show what the mask strategies cost on these models, as
 `mask_strategies` does layer by layer. Their losses are those of a run that has hardly begun.
 """

@@ -7,7 +7,10 @@ kind compute the same function, so their loss curves must agree; `check` holds t
 compile time and temporary memory. On a CPU the splash kernels are interpreted: there, compare memory and losses, not
 step times.
 
-Run time: FIXME
+`:demo`, on 2 cores of an x86 machine that was busy with other work, Python 3.11, 2026-11-29: 18 points, 5.6 minutes
+(4.3 of processor time). The loss curves of a kind differ by 5e-7 nats at most. Temporary memory of an HCA model, MiB:
+dot_product 11.8, splash 9.8 to 10.4, blockwise 6.0; the ring buffer (dq_reduction_steps=3) saves 0.2 of 10.0, a runtime
+mask adds 0.2. At 512 tokens that is all; what grows with the sequence shows ahead of time for a TPU.
 """
 
 import pathlib
@@ -65,7 +68,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def sweep(arg: str = "") -> list[experiment.Overrides]:
     """Every strategy for every kind of layer."""
     experiment.check_arg(arg, ARGS)
-    names, sizes = (("static", "dynamic"), (128, 256)) if arg == "demo" else (tuple(schedules.TABLE), (512, 1024))
+    names, sizes = (
+        (("closed_form", "static", "dynamic"), (128, 256)) if arg == "demo" else (tuple(schedules.TABLE), (512, 1024))
+    )
     seq_len = get_config(arg).data.seq_len
     return [
         {"model.layers": (kind,), **strategy}

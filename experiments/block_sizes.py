@@ -1,0 +1,53 @@
+"""Which block sizes suit which schedule, and does the answer depend on the dtype?
+
+    python launch/bench.py --config=experiments/block_sizes.py:demo
+
+One HCA attention under every schedule: queries per block x keys per block, in float32 and bfloat16, whose tiles of
+memory differ, with the ring buffer on and off where the schedule leaves the choice. Rows record the sizes in effect,
+forward and backward. `:demo` shows on two CPU cores, in about five minutes, that it all runs: the kernels are
+interpreted, so only temporaries and blocks mean something there.
+"""
+
+import itertools
+
+import ml_collections
+
+from experiments import mask_strategies
+from research import experiment
+from research.attention import schedules
+from research.config import base_config
+
+ARGS = ("", "demo")
+HEADLINE = ("seconds", "temp_bytes", "compile_seconds")
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """'' is sized for an accelerator with 16 GiB and up, 'demo' for two CPU cores."""
+    experiment.check_arg(arg, ARGS)
+    config = base_config()
+    config.model.layers = ("hca",)
+    config.data.batch_size = 1
+    if arg == "demo":
+        config.attention.heads = 2
+        config.data.seq_len = 512
+        config.bench.repeats = 1
+    else:
+        config.attention.heads = 16
+        config.attention.head_width = 128
+        config.data.seq_len = 16384
+    return config
+
+
+def sweep(arg: str = "") -> list[experiment.Overrides]:
+    """Schedules x dq_reduction_steps as in `mask_strategies`, x block_q x block_kv x dtype."""
+    experiment.check_arg(arg, ARGS)
+    demo = arg == "demo"
+    names = ("static", "dynamic") if demo else tuple(schedules.TABLE)
+    sizes = (128, 256) if demo else (256, 512, 1024)
+    points = []
+    for strategy in mask_strategies.strategies(("hca",), names, sizes[:1], get_config(arg).data.seq_len):
+        if strategy["attention.backend"] == "splash":
+            for block_q, block_kv, dtype in itertools.product(sizes, sizes, ("float32", "bfloat16")):
+                blocks = {"attention.block_q": block_q, "attention.block_kv": block_kv, "model.dtype": dtype}
+                points.append(strategy | blocks)
+    return points
