@@ -68,9 +68,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def sweep(arg: str = "") -> list[experiment.Overrides]:
     """Every strategy for every kind of layer."""
     experiment.check_arg(arg, ARGS)
-    names, sizes = (
-        (("closed_form", "static", "dynamic"), (128, 256)) if arg == "demo" else (tuple(schedules.TABLE), (512, 1024))
-    )
+    demo = arg == "demo"
+    names = ("closed_form", "static", "dynamic") if demo else tuple(schedules.TABLE)
+    sizes = (128, 256) if demo else (512, 1024)
     seq_len = get_config(arg).data.seq_len
     return [
         {"model.layers": (kind,), **strategy}

@@ -17,8 +17,9 @@ from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.layout import round_up
 
-_DEFAULT_BLOCK_Q = 64
-_DEFAULT_BLOCK_KV = 256
+# The fastest of 16 to 128 and 64 to 512 on a CPU (LOG.md); not tuned for a GPU.
+_DEFAULT_BLOCK_Q = 32
+_DEFAULT_BLOCK_KV = 64
 # Where the running maximum starts. Above MASK_VALUE, so that a masked logit has weight 0 in a row that sees nothing.
 _LOWEST_PEAK = -1e30
 
