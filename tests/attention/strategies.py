@@ -82,9 +82,10 @@ def none(seq_len: int) -> None:
 
 
 def documents(seq_len: int) -> np.ndarray:
-    """Two rows of documents that start anywhere; ids rise in one and fall in the other."""
+    """Two rows of documents that start anywhere; ids rise in one and fall in the other, which ends in padding."""
     t = np.arange(seq_len)
-    return np.stack([np.digitize(t, [seq_len // 3, seq_len - seq_len // 5]), np.where(t < seq_len // 2, 4, 1)])
+    falling = np.array([4, 1, -1])[np.digitize(t, [seq_len // 2, seq_len - seq_len // 10])]
+    return np.stack([np.digitize(t, [seq_len // 3, seq_len - seq_len // 5]), falling])
 
 
 def padding(seq_len: int) -> np.ndarray:

@@ -104,16 +104,22 @@ def test_where_keys_and_segments_lie():
 
 
 def test_equality_and_hash_cover_every_field():
-    layout = lib.make(HeavilyCompressed(128, 128), 489, (128,), (128,))
-    assert len({layout, lib.make(HeavilyCompressed(128, 128), 489, (128,), (128,))}) == 1
-    others = [dataclasses.replace(layout, visibility=HeavilyCompressed(127, 128))]
-    others += [dataclasses.replace(layout, visibility=HeavilyCompressed(128, 127))]
-    for field in dataclasses.fields(layout):
-        if field.name != "visibility":
-            others.append(dataclasses.replace(layout, **{field.name: getattr(layout, field.name) + 128}))
-    assert len({layout, *others}) == 1 + len(others)
-    assert len({hash(one) for one in (layout, *others)}) == 1 + len(others)
-    masks = [LayoutMask(one) for one in (layout, *others)]
-    assert len({*masks, LayoutMask(layout)}) == len(masks)
-    assert len(set(map(hash, masks))) == len(masks)
-    assert LayoutMask(layout) != layout
+    def make():
+        return lib.make(HeavilyCompressed(128, 128), 489, (128,), (128,))
+
+    others = [
+        dataclasses.replace(make(), visibility=HeavilyCompressed(*numbers)) for numbers in ((127, 128), (128, 127))
+    ]
+    others += [
+        dataclasses.replace(make(), **{field.name: getattr(make(), field.name) + 128})
+        for field in dataclasses.fields(make())
+        if field.name != "visibility"
+    ]
+    assert len(others) == 1 + len(dataclasses.fields(make()))
+    for wrap in (lambda layout: layout, LayoutMask):
+        assert wrap(make()) == wrap(make())
+        assert hash(wrap(make())) == hash(wrap(make()))
+        for other in others:
+            assert wrap(other) != wrap(make())
+            assert hash(wrap(other)) != hash(wrap(make()))
+    assert LayoutMask(make()) != make()

@@ -1,0 +1,61 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from research.attention import backends
+from research.attention.backends import blockwise
+from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+
+HEADS, WIDTH = 8, 16
+
+
+def temp_bytes(visibility, seq_len):
+    """The compiler's temporaries of forward and backward together."""
+    entries = visibility.num_entries(seq_len)
+    shapes = {"q": (1, seq_len, HEADS, WIDTH), "local": (1, seq_len, WIDTH), "compressed": (1, entries, WIDTH)}
+    arguments = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    arguments["sinks"] = jax.ShapeDtypeStruct((HEADS,), jnp.float32)
+    selected = jax.ShapeDtypeStruct((1, seq_len, entries), jnp.bool_) if visibility.kind == "csa" else None
+
+    def loss(arguments, selected):
+        return blockwise.attend(**arguments, visibility=visibility, selected=selected).sum()
+
+    compiled = jax.jit(jax.grad(loss)).lower(arguments, selected).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("visibility", [SlidingWindow(128), HeavilyCompressed(128, 128)], ids=["sliding", "hca"])
+def test_memory_grows_with_the_sequence_alone(visibility):
+    small, large = temp_bytes(visibility, 8192), temp_bytes(visibility, 32768)
+    assert large < 4.1 * small
+    # Nothing the size of S x S is ever made, were it of single bytes, and but a few of q's own.
+    assert large < 32768**2 / 8
+    assert large < 6 * 4 * 32768 * HEADS * WIDTH
+
+
+def test_csa_never_holds_its_logits():
+    seq_len, visibility = 8192, CompressedSparse(128, 4, 512)
+    mask = seq_len * visibility.num_entries(seq_len)  # the indexer's choice itself, in bytes
+    held = temp_bytes(visibility, seq_len)
+    assert held < 2 * mask + 6 * 4 * seq_len * HEADS * WIDTH
+    assert held < mask * HEADS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_q": 513}, "block_q=513: must be 0 .* between 1 and 512"),
+        ({"block_kv": 5}, "block_kv=5: must be 0 .* between 1 and 4"),
+        ({"block_q": -1}, "block_q=-1: "),
+        ({"schedule": "static"}, "schedule='static': has no effect with backend='blockwise'"),
+        ({"dq_reduction_steps": 3}, "dq_reduction_steps=3: has no effect with backend='blockwise'"),
+    ],
+)
+def test_options_it_cannot_honour_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        blockwise.resolve(HeavilyCompressed(128, 128), 512, WIDTH, "float32", backends.Options(**options))
+
+
+def test_block_of_entries_means_nothing_to_a_sliding_window():
+    with pytest.raises(ValueError, match="block_kv=64: has no effect"):
+        blockwise.resolve(SlidingWindow(128), 512, WIDTH, "float32", backends.Options(block_kv=64))

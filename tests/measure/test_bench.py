@@ -1,0 +1,90 @@
+import dataclasses
+import pathlib
+
+import pytest
+
+from research import experiment
+from research.attention import backends
+from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.config import ConfigError
+from research.measure import bench, op
+
+POINT = op.Point("blockwise", backends.DEFAULT, HeavilyCompressed(8, 16), 1, 64, 2, 16, "float32", repeats=2)
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
+
+
+def test_rows_say_what_was_asked_what_took_effect_and_what_it_cost():
+    rows = op.rows(POINT)
+    assert [row["phase"] for row in rows] == list(op.PHASES)
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["requested"]["block_q"] == 0
+        assert row["effective"]["block_q"] == 32
+        assert row["seconds"] > 0 <= row["seconds_spread"]
+        assert row["compile_seconds"] > 0 < row["lower_seconds"]
+        assert row["output_bytes"] >= 64 * 2 * 16 * 4
+    assert rows[1]["temp_bytes"] > 0
+
+
+def test_useful_flops_are_those_of_visible_pairs():
+    pairs = sum(min(t + 1, 8) + (t + 1) // 16 for t in range(64))
+    assert op.useful_flops(POINT, "forward") == 2 * 2 * pairs * 2 * 16
+    assert op.useful_flops(POINT, "forward_backward") == 7 * 2 * pairs * 2 * 16
+
+
+def test_a_phase_that_fails_is_a_row_with_its_kind(monkeypatch):
+    def fail(point, phase):
+        raise MemoryError("no room") if phase == "forward" else NotImplementedError("not that")
+
+    monkeypatch.setattr(op, "measure", fail)
+    assert [(row["status"], row["message"]) for row in op.rows(POINT)] == [
+        ("out of memory", "no room"),
+        ("unsupported", "not that"),
+    ]
+
+
+def test_a_point_that_takes_too_long_is_rows_that_say_so():
+    rows = bench.run(POINT, timeout=0.2)
+    assert [row["phase"] for row in rows] == list(op.PHASES)
+    assert {row["status"] for row in rows} == {"over 0 s"}
+
+
+def test_a_point_runs_in_a_process_of_its_own():
+    assert [row["status"] for row in bench.run(POINT, timeout=120)] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("visibility", [SlidingWindow(8), HeavilyCompressed(8, 16), CompressedSparse(8, 4, 3)])
+def test_points_survive_as_text(visibility):
+    point = dataclasses.replace(POINT, visibility=visibility, options=backends.Options("static", block_q=128))
+    assert op.from_json(op.to_json(point)) == point
+
+
+def test_plan_checks_every_point_before_any_is_run():
+    target = f"{EXPERIMENTS}/cpu_attention.py:quick"
+    points = [point for _, point, _ in bench.plan(target, {}, "cpu")]
+    assert len(points) == len(set(points)) > 10
+    with pytest.raises(ConfigError, match=r"of the points of .* cannot be run:\n.*config\.attention\.window"):
+        bench.plan(target, {"attention.window": 0}, "cpu")
+    with pytest.raises(
+        ConfigError, match=r"config\.attention\.windoww: no such field; the nearest are attention\.window"
+    ):
+        bench.plan(target, {"attention.windoww": 8}, "cpu")
+
+
+def test_report_is_of_one_run():
+    module, _ = experiment.load(f"{EXPERIMENTS}/cpu_attention.py")
+    common = {"phase": "forward_backward", "status": "ok", "useful_flops": 1, "useful_flops_per_second": 1.0}
+    rows = [
+        common
+        | {"visibility": "hca", "backend": backend, "seq_len": seq_len, "seconds": seconds, "temp_bytes": 1 << bits}
+        | {"matmul_flops_per_second": 4.0}
+        for backend, seq_len, seconds, bits in (
+            ("dot_product", 1024, 8.0, 12),
+            ("blockwise", 1024, 2.0, 10),
+            ("blockwise", 2048, 8.0, 11),
+        )
+    ]
+    lines = module.report(rows)
+    assert lines[0] == "hca at 1,024: dot_product takes 4.0x the time, 4.0x the temporaries"
+    assert lines[1] == "hca 1,024 to 2,048: time ^2.00, temporaries ^1.00, visible pairs ^0.00"
+    assert lines[2] == "hca at 1,024: useful FLOP/s are 25% of this machine's own product of matrices"
