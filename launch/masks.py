@@ -45,6 +45,10 @@ def main() -> int:
             print(json.dumps(rows[-1]), flush=True)
     if not _JSON.value:
         console.print(_table(rows))
+    if flags.given():
+        module, _ = experiment.load(flags.target())
+        for line in getattr(module, "report_masks", lambda rows: [])(rows):
+            console.print(line, markup=False, soft_wrap=True)
     if _PLOT.value:
         blocks.draw(requests[0], pathlib.Path(_PLOT.value))
         console.print(f"plot: {_PLOT.value}")

@@ -7,6 +7,8 @@ An experiment is a Python file that asks one question. It defines
     sweep(arg)         the points, each a dict of overrides by dotted name: {"attention.block_q": 256}
     HEADLINE           the numbers of `summary.json` that answer the question
     check(rows)        optional: reports on a finished sweep, and raises CheckError if it must not be trusted
+    report(rows)       optional: lines that answer the question from the rows of `launch/bench.py`
+    report_masks(rows) optional: the same from those of `launch/masks.py`
 """
 
 import difflib

@@ -118,7 +118,7 @@ def _build(request, lay, config, clock) -> tuple[list[splash.MaskInfo], list[int
     name = request.schedule
     if name in ("closed_form", "computed"):
         with clock.going_on():
-            plan = closed_form.schedules(lay, config)
+            plan = closed_form.schedules.__wrapped__(lay, config)  # validation may have built it before
             infos, held = [closed_form.mask_info(*part) for part in plan], [0, 0]
         clock.schedule = clock.build
         if name == "computed":
