@@ -110,8 +110,8 @@ def _table(rows: list[dict]) -> rich.table.Table:
             f"{row['host_bytes'] / 2**20:,.1f}",
             f"{row['hbm_bytes'] / 2**20:,.1f}",
             f"{row['smem_bytes'] / 2**10:,.1f}",
-            f"{row['schedule_seconds']:.4f}",
-            f"{row['build_seconds']:.4f}",
+            f"{row['schedule_seconds']:.4g}",
+            f"{row['build_seconds']:.4g}",
         )
     return table
 

@@ -73,7 +73,13 @@ def test_plan_checks_every_point_before_any_is_run():
 
 def test_report_is_of_one_run():
     module, _ = experiment.load(f"{EXPERIMENTS}/cpu_attention.py")
-    common = {"phase": "forward_backward", "status": "ok", "useful_flops": 1, "useful_flops_per_second": 1.0}
+    common = {
+        "phase": "forward_backward",
+        "status": "ok",
+        "requested": {"block_q": 0},
+        "useful_flops": 1,
+        "useful_flops_per_second": 1.0,
+    }
     rows = [
         common
         | {"visibility": "hca", "backend": backend, "seq_len": seq_len, "seconds": seconds, "temp_bytes": 1 << bits}
