@@ -72,9 +72,8 @@ def report(rows: list[dict]) -> list[str]:
             math.log(second[name] / first[name], seq_len / lengths[0])
             for name in ("seconds", "temp_bytes", "useful_flops")
         )
-        lines.append(
-            f"hca {lengths[0]:,} to {seq_len:,}: time ^{time:.2f}, temporaries ^{memory:.2f}, visible pairs ^{useful:.2f}"
-        )
+        grown = f"hca {lengths[0]:,} to {seq_len:,}"
+        lines.append(f"{grown}: time ^{time:.2f}, temporaries ^{memory:.2f}, visible pairs ^{useful:.2f}")
     for (kind, backend, seq_len), row in found.items():
         if backend == "blockwise":
             share = row["useful_flops_per_second"] / row["matmul_flops_per_second"]
