@@ -1,5 +1,7 @@
 """How runs fail, in words that fit a table."""
 
+import re
+
 from research.config import ConfigError
 
 INVALID, UNSUPPORTED, OUT_OF_MEMORY, NAN_LOSS, OTHER = (
@@ -16,7 +18,7 @@ class NonFiniteLossError(ArithmeticError):
 
 
 def kind(error: Exception) -> str:
-    """The status under which a run that raised `error` is recorded."""
+    """The status under which a run that raised `error` is recorded; a TPU's compiler says which memory ran out."""
     if isinstance(error, ConfigError):
         return INVALID
     if isinstance(error, NotImplementedError):
@@ -24,5 +26,6 @@ def kind(error: Exception) -> str:
     if isinstance(error, NonFiniteLossError):
         return NAN_LOSS
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # XLA has no class of its own for it
-        return OUT_OF_MEMORY
+        space = re.search(r"memory space (hbm|vmem|smem)", str(error))
+        return f"out of {space[1].upper()}" if space else OUT_OF_MEMORY
     return OTHER

@@ -3,7 +3,7 @@ import pathlib
 
 import pytest
 
-from research import experiment
+from research import errors, experiment
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from research.config import ConfigError
@@ -41,6 +41,15 @@ def test_a_phase_that_fails_is_a_row_with_its_kind(monkeypatch):
         ("out of memory", "no room"),
         ("unsupported", "not that"),
     ]
+
+
+@pytest.mark.parametrize(("space", "status"), [("smem", "out of SMEM"), ("vmem", "out of VMEM"), ("hbm", "out of HBM")])
+def test_compilers_say_which_memory_ran_out(space, status):
+    message = (
+        f"RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space {space}. Used 1.02M"
+    )
+    assert errors.kind(RuntimeError(message)) == status
+    assert errors.kind(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")) == "out of memory"
 
 
 def test_a_point_that_takes_too_long_is_rows_that_say_so():
