@@ -120,7 +120,7 @@ def membership(scores: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
 
 
 def _kth_largest(x: jax.Array, k: int) -> jax.Array:
-    """int32 [..., 1]: the k-th largest along the last axis, bit by bit from the top; a sort takes 6x the time on a CPU."""
+    """int32 [..., 1]: the k-th largest along the last axis, bit by bit from the top (a sort is slower, see LOG.md)."""
     flip = jnp.uint32(1 << 31)  # unsigned integers in the order of the signed ones
     keys = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ flip
 
