@@ -55,7 +55,7 @@ def measure(point: Point, phase: str) -> dict[str, Any]:
     arguments, selected = _arguments(point)
 
     def forward(arguments):
-        attend = backend.attend(
+        return backend.attend(
             arguments["q"],
             arguments["local"],
             arguments["compressed"],
@@ -64,7 +64,6 @@ def measure(point: Point, phase: str) -> dict[str, Any]:
             selected=selected,
             options=point.options,
         )
-        return attend
 
     def loss(arguments):
         return forward(arguments).astype(jnp.float32).sum()

@@ -62,10 +62,9 @@ def attend(
     backends.check_arguments(
         q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
     )
-    batch, seq_len, heads, width = q.shape
+    _, seq_len, heads, width = q.shape
     effective = resolve(visibility, seq_len, width, q.dtype, options)
     plan = _Plan(visibility, seq_len, heads, effective["block_q"], effective.get("block_kv", 1))
-    del batch
     keys = {"local": plan.pad_local(local), "entries": plan.pad_entries(compressed, axis=1)}
     marks = {}
     if segments is not None:
