@@ -13,6 +13,7 @@ import ml_collections
 from experiments import mask_strategies
 from research import experiment
 from research.attention import schedules
+from research.attention.backends import blockwise
 from research.config import base_config
 
 ARGS = ("", "quick")
@@ -32,13 +33,23 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """Both backends for each kind, the growth of HCA, blocks of other sizes, and interpreted splash at its smallest."""
+    """Both backends for each kind, and for CSA both schedules; HCA's growth and blocks; interpreted splash, small."""
     experiment.check_arg(arg, ARGS)
     lengths = (1024, 2048, 4096) if arg == "quick" else (8192, 16384, 32768, 65536, 131072)
     points = [
         {"model.layers": (kind,), "attention.backend": backend, "data.seq_len": lengths[0]}
         for kind in ("hca", "csa", "sliding")
         for backend in ("blockwise", "dot_product")
+    ]
+    points += [
+        {
+            "model.layers": ("csa",),
+            "attention.backend": "blockwise",
+            "data.seq_len": seq_len,
+            "attention.csa_schedule": way,
+        }
+        for seq_len in lengths[:2]
+        for way in blockwise.SCHEDULES
     ]
     hca = {"model.layers": ("hca",), "attention.backend": "blockwise"}
     points += [hca | {"data.seq_len": seq_len} for seq_len in lengths[1:]]
@@ -52,19 +63,24 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
 
 def report(rows: list[dict]) -> list[str]:
     """The ratios that answer the question, under the default blocks."""
-    found = {}
+    found, csa = {}, {}
     for row in rows:
         of_interest = row["phase"] == "forward_backward" and row["status"] == "ok" and row["backend"] != "splash"
         if of_interest and row["requested"]["block_q"] == 0:
-            found[row["visibility"], row["backend"], row["seq_len"]] = row
-    lines = []
+            schedule = row["requested"]["schedule"]
+            if schedule == "auto":
+                found[row["visibility"], row["backend"], row["seq_len"]] = row
+            else:
+                csa.setdefault(row["seq_len"], {})[schedule] = row
+    lines = [
+        f"csa at {seq_len:,}: stream takes {_ratios(ways['stream'], ways['gather'])} of gather"
+        for seq_len, ways in csa.items()
+        if len(ways) == len(blockwise.SCHEDULES)
+    ]
     for (kind, backend, seq_len), dense in found.items():
         ours = found.get((kind, "blockwise", seq_len))
         if backend == "dot_product" and ours:
-            time, memory = (dense[name] / ours[name] for name in ("seconds", "temp_bytes"))
-            lines.append(
-                f"{kind} at {seq_len:,}: dot_product takes {time:.1f}x the time, {memory:.1f}x the temporaries"
-            )
+            lines.append(f"{kind} at {seq_len:,}: dot_product takes {_ratios(dense, ours)} of blockwise")
     lengths = sorted(seq_len for kind, backend, seq_len in found if (kind, backend) == ("hca", "blockwise"))
     for seq_len in lengths[1:]:
         first, second = found["hca", "blockwise", lengths[0]], found["hca", "blockwise", seq_len]
@@ -81,3 +97,8 @@ def report(rows: list[dict]) -> list[str]:
                 f"{kind} at {seq_len:,}: useful FLOP/s are {share:.0%} of this machine's own product of matrices"
             )
     return lines
+
+
+def _ratios(row: dict, other: dict) -> str:
+    time, memory = (row[name] / other[name] for name in ("seconds", "temp_bytes"))
+    return f"{time:.2f}x the time and {memory:.2f}x the temporaries"

@@ -1,6 +1,6 @@
 """Times the attentions of an experiment's sweep: `python launch/bench.py --config=experiments/cpu_attention.py`.
 
-Every point runs alone: forward, then forward and backward together. Results are appended to
+Every point runs alone: forward, backward, then both as one program. Results are appended to
 `<run.root>/bench/<experiment>/results.jsonl` as they come, a table is printed and sent to wandb at the end.
 Overrides apply to all points: `--config.data.seq_len=1024`.
 """
@@ -30,7 +30,7 @@ _NUMBERS = (
     ("GFLOP/s", "useful_flops_per_second", 1e-9, "{:,.1f}"),
 )
 
-_PHASES = {"forward": "fwd", "forward_backward": "fwd+bwd"}
+_PHASES = {"forward": "fwd", "backward": "bwd", "forward_backward": "fwd+bwd"}
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention = ml_collections.ConfigDict()
     config.attention.backend = "auto"  # auto: splash on TPU, else blockwise
     config.attention.schedule = "auto"  # splash, sliding and HCA layers: `schedules.TABLE`
-    config.attention.csa_schedule = "auto"  # splash, CSA layers: dynamic
+    config.attention.csa_schedule = "auto"  # CSA layers: dynamic (splash), stream or gather (blockwise)
     config.attention.block_q = 0  # the six block sizes and dq_reduction_steps: `backends.Options`
     config.attention.block_kv = 0
     config.attention.block_kv_compute = 0

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from research import errors
-from research.attention import backends
+from research.attention import backends, indexer
 from research.attention.visibility import Visibility
 from research.measure.masks import visible_pairs
 
-PHASES = ("forward", "forward_backward")
+PHASES = ("forward", "backward", "forward_backward")
 # Of the size of one forward product q.k: forward has 2 (q.k, weights.v), backward 5 more (q.k again, and d_weights,
 # d_q, d_k, d_v).
-_PRODUCTS = {"forward": 2, "forward_backward": 7}
+_PRODUCTS = {"forward": 2, "backward": 5, "forward_backward": 7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Point:
 
 def measure(point: Point, phase: str) -> dict[str, Any]:
     """Compiles and runs one phase on random arguments, one document per row; CSA selects at random.
+
+    The backward phase is a program of its own, from what the forward one saves to the gradients.
 
     Returns:
       A row: what was asked and what took effect; seconds for lowering, compiling and, as the median and the
@@ -68,12 +70,17 @@ def measure(point: Point, phase: str) -> dict[str, Any]:
     def loss(arguments):
         return forward(arguments).astype(jnp.float32).sum()
 
+    program, given = {"forward": forward, "forward_backward": jax.grad(loss)}.get(phase), (arguments,)
+    if program is None:
+        out, pull_back = jax.jit(lambda arguments: jax.vjp(forward, arguments))(arguments)
+        program, given = (lambda pull_back, d_out: pull_back(d_out)), (pull_back, jnp.ones_like(out))
+
     start = time.perf_counter()
-    lowered = jax.jit(forward if phase == "forward" else jax.grad(loss)).lower(arguments)
+    lowered = jax.jit(program).lower(*given)
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
-    times = [_time(compiled, arguments) for _ in range(point.repeats + 1)][1:]
+    times = [_time(compiled, *given) for _ in range(point.repeats + 1)][1:]
     memory, seconds = compiled.memory_analysis(), statistics.median(times)
     flops = useful_flops(point, phase)
     return {
@@ -144,9 +151,8 @@ def _arguments(point: Point) -> tuple[dict[str, jax.Array], jax.Array | None]:
     arguments["sinks"] = jnp.zeros(point.heads)
     selected = None
     if point.visibility.kind == "csa":
-        complete = jnp.maximum(point.visibility.num_entries(jnp.arange(point.seq_len) + 1), 1)[:, None]
-        chance = jax.random.uniform(keys[3], (point.batch, point.seq_len, entries))
-        selected = chance < point.visibility.top_k / complete
+        visible = indexer.visible_entries(point.visibility, jnp.zeros((point.batch, point.seq_len), jnp.int32))
+        selected = indexer.membership(jax.random.uniform(keys[3], visible.shape), visible, point.visibility.top_k)
     return arguments, selected
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from research.attention import backends, schedules
+from research.attention.backends import blockwise
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow, Visibility
 from tests.oracles import DIFFERENTIABLE
 
@@ -23,7 +24,7 @@ def visibilities(window: int, hca_ratio: int, csa_ratio: int = 4) -> dict[str, V
     return {
         "sliding": SlidingWindow(window),
         "hca": HeavilyCompressed(window, hca_ratio),
-        "csa": CompressedSparse(window, csa_ratio, top_k=8),
+        "csa": CompressedSparse(window, csa_ratio, top_k=24),
     }
 
 
@@ -47,6 +48,7 @@ def strategies(visibility: Visibility, seq_len: int, block: int = 128) -> list[S
         for schedule in schedules.TABLE
         for steps in (0, 3)
     ]
+    asked += [backends.Options(schedule) for schedule in blockwise.SCHEDULES]
     found = []
     for name in backends.NAMES:
         distinct = {}
@@ -74,7 +76,7 @@ def parameters(by_kind: dict[str, Visibility], seq_len: int, quick: Callable[[st
 
 def is_default(kind: str, strategy: Strategy) -> bool:
     """Whether it has the schedule that is chosen for that kind, or none."""
-    return strategy.options.schedule in ("auto", schedules.resolve_name("auto", kind))
+    return strategy.backend != "splash" or strategy.options.schedule in ("auto", schedules.resolve_name("auto", kind))
 
 
 def none(seq_len: int) -> None:
@@ -112,8 +114,11 @@ def inputs(visibility: Visibility, seq_len: int, segments=None, *, sinks=True, b
         "compressed": jnp.asarray(rng.uniform(-1, 1, (batch, entries, WIDTH)), dtype),
         "sinks": jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if sinks else None,
         "segments": None if segments is None else jnp.asarray(segments, jnp.int32),
-        "selected": jnp.asarray(rng.random((batch, seq_len, entries)) < 0.5) if visibility.kind == "csa" else None,
+        "selected": None,
     }
+    if visibility.kind == "csa":
+        rank = rng.random((batch, seq_len, entries)).argsort(axis=-1)
+        arguments["selected"] = jnp.asarray(rank < visibility.top_k)
     return arguments, jnp.asarray(rng.standard_normal((batch, seq_len, HEADS, WIDTH)), dtype)
 
 

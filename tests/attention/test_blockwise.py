@@ -9,7 +9,7 @@ from research.attention.visibility import CompressedSparse, HeavilyCompressed, S
 HEADS, WIDTH = 8, 16
 
 
-def temp_bytes(visibility, seq_len):
+def temp_bytes(visibility, seq_len, options=backends.DEFAULT):
     """The compiler's temporaries of forward and backward together."""
     entries = visibility.num_entries(seq_len)
     shapes = {"q": (1, seq_len, HEADS, WIDTH), "local": (1, seq_len, WIDTH), "compressed": (1, entries, WIDTH)}
@@ -18,7 +18,7 @@ def temp_bytes(visibility, seq_len):
     selected = jax.ShapeDtypeStruct((1, seq_len, entries), jnp.bool_) if visibility.kind == "csa" else None
 
     def loss(arguments, selected):
-        return blockwise.attend(**arguments, visibility=visibility, selected=selected).sum()
+        return blockwise.attend(**arguments, visibility=visibility, selected=selected, options=options).sum()
 
     compiled = jax.jit(jax.grad(loss)).lower(arguments, selected).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -33,10 +33,11 @@ def test_memory_grows_with_the_sequence_alone(visibility):
     assert large < 6 * 4 * 32768 * HEADS * WIDTH
 
 
-def test_csa_never_holds_its_logits():
+@pytest.mark.parametrize("schedule", blockwise.SCHEDULES)
+def test_csa_never_holds_its_logits(schedule):
     seq_len, visibility = 8192, CompressedSparse(128, 4, 512)
     mask = seq_len * visibility.num_entries(seq_len)  # the indexer's choice itself, in bytes
-    held = temp_bytes(visibility, seq_len)
+    held = temp_bytes(visibility, seq_len, backends.Options(schedule))
     assert held < 2 * mask + 6 * 4 * seq_len * HEADS * WIDTH
     assert held < mask * HEADS
 
@@ -47,6 +48,7 @@ def test_csa_never_holds_its_logits():
         ({"block_q": 513}, "block_q=513: must be 0 .* between 1 and 512"),
         ({"block_kv": 5}, "block_kv=5: must be 0 .* between 1 and 4"),
         ({"block_q": -1}, "block_q=-1: "),
+        ({"schedule": "gather"}, "schedule='gather': has no effect with backend='blockwise'"),
         ({"schedule": "static"}, "schedule='static': has no effect with backend='blockwise'"),
         ({"dq_reduction_steps": 3}, "dq_reduction_steps=3: has no effect with backend='blockwise'"),
     ],
@@ -54,6 +56,15 @@ def test_csa_never_holds_its_logits():
 def test_options_it_cannot_honour_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         blockwise.resolve(HeavilyCompressed(128, 128), 512, WIDTH, "float32", backends.Options(**options))
+
+
+def test_csa_gathers_once_most_entries_are_not_selected():
+    few, many = CompressedSparse(128, 4, 32), CompressedSparse(128, 4, 33)
+    assert blockwise.resolve(few, 512, WIDTH, "float32", backends.DEFAULT)["schedule"] == "gather"
+    assert blockwise.resolve(many, 512, WIDTH, "float32", backends.DEFAULT)["schedule"] == "stream"
+    asked = backends.Options("gather", block_kv=64)
+    with pytest.raises(ValueError, match="block_kv=64: has no effect"):
+        blockwise.resolve(few, 512, WIDTH, "float32", asked)
 
 
 def test_block_of_entries_means_nothing_to_a_sliding_window():

@@ -23,12 +23,16 @@ def test_rows_say_what_was_asked_what_took_effect_and_what_it_cost():
         assert row["seconds"] > 0 <= row["seconds_spread"]
         assert row["compile_seconds"] > 0 < row["lower_seconds"]
         assert row["output_bytes"] >= 64 * 2 * 16 * 4
-    assert rows[1]["temp_bytes"] > 0
+    assert rows[2]["temp_bytes"] > 0
+    # The backward phase takes what the forward one saved, the cotangent among it, and gives the gradients alone.
+    assert rows[1]["argument_bytes"] > rows[2]["argument_bytes"]
+    assert rows[1]["output_bytes"] == rows[2]["output_bytes"]
 
 
 def test_useful_flops_are_those_of_visible_pairs():
     pairs = sum(min(t + 1, 8) + (t + 1) // 16 for t in range(64))
     assert op.useful_flops(POINT, "forward") == 2 * 2 * pairs * 2 * 16
+    assert op.useful_flops(POINT, "backward") == 5 * 2 * pairs * 2 * 16
     assert op.useful_flops(POINT, "forward_backward") == 7 * 2 * pairs * 2 * 16
 
 
@@ -39,6 +43,7 @@ def test_a_phase_that_fails_is_a_row_with_its_kind(monkeypatch):
     monkeypatch.setattr(op, "measure", fail)
     assert [(row["status"], row["message"]) for row in op.rows(POINT)] == [
         ("out of memory", "no room"),
+        ("unsupported", "not that"),
         ("unsupported", "not that"),
     ]
 

@@ -37,7 +37,8 @@ class Options:
     """What a user may ask of a backend; the default of each field leaves the choice to the backend.
 
     Attributes:
-      schedule: list of key blocks the kernel visits, by name (`research/attention/schedules`).
+      schedule: list of key blocks the kernel visits, by name (`research/attention/schedules`; CSA under blockwise:
+        stream or gather).
       block_q: queries per block of the forward kernel.
       block_kv: keys per block of the forward kernel.
       block_kv_compute: keys per matrix product inside a forward block.
@@ -113,7 +114,8 @@ class Backend(Protocol):
           visibility: who sees whom.
           sinks: float32 [H], one extra logit per head that adds to the softmax's denominator alone.
           segments: int32 [B, S], >= 0 for a document, -1 for padding; None means one document.
-          selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice.
+          selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice, at
+            most `top_k` of a query's entries.
           options: see `Options`.
           prepared: `prepare`'s result for the same visibility, segments and options; None: made here, if needed.
 

@@ -1,5 +1,6 @@
 """Linear-cost attention in plain XLA: each block of queries meets the band of local keys it can see, and a stream of
-blocks of compressed entries that ends with the last one complete.
+blocks of compressed entries that ends with the last one complete. CSA's queries may instead gather the entries they
+selected, each its own: dearer for an entry, cheaper once most are not selected.
 
 Both passes are written by hand (flash attention's recurrences, Dao et al. 2022): the backward pass recomputes the
 logits of a block from its log-sum-exp, so that beside inputs and outputs nothing grows with S but [B, S, H] numbers.
@@ -20,24 +21,42 @@ from research.attention.layout import round_up
 # The fastest of 16 to 128 and 64 to 512 on a CPU (LOG.md); not tuned for a GPU.
 _DEFAULT_BLOCK_Q = 32
 _DEFAULT_BLOCK_KV = 64
+SCHEDULES = ("stream", "gather")  # of CSA: all entries in blocks, or each query's own
+# CSA gathers the selected entries once there are this many times as many as it selects (LOG.md).
+_GATHER_FROM = 4
 # Where the running maximum starts. Above MASK_VALUE, so that a masked logit has weight 0 in a row that sees nothing.
 _LOWEST_PEAK = -1e30
 
 
 def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
-    """See `backends.Backend.resolve`. `block_kv` is entries per step of the stream."""
+    """See `backends.Backend.resolve`. `block_kv` is entries per step of the stream; CSA has two schedules."""
     del head_width, dtype, packed
     entries = visibility.num_entries(seq_len)
-    allowed = ("block_q", "block_kv") if entries else ("block_q",)
+    schedule = _schedule(visibility, entries, options)
+    streams = entries and schedule != "gather"
+    allowed = ("block_q", *(("block_kv",) if streams else ()), *(("schedule",) if schedule else ()))
     backends.refuse_options("blockwise", options, allowed)
     for name, length in (("block_q", seq_len), ("block_kv", max(entries, 1))):
         size = getattr(options, name)
         if size < 0 or size > length:
             raise ValueError(f"{name}={size}: must be 0 (chosen for you) or between 1 and {length}")
     effective = {"block_q": options.block_q or min(_DEFAULT_BLOCK_Q, seq_len), "accumulation_dtype": "float32"}
-    if entries:
+    if schedule:
+        effective["schedule"] = schedule
+    if streams:
         effective["block_kv"] = options.block_kv or min(_DEFAULT_BLOCK_KV, entries)
     return effective
+
+
+def _schedule(visibility, entries, options) -> str:
+    """How CSA visits its entries; empty for the others, which have one way."""
+    if visibility.kind != "csa" or not entries:
+        return ""
+    if options.schedule == "auto":
+        return "gather" if entries >= _GATHER_FROM * visibility.top_k else "stream"
+    if options.schedule not in SCHEDULES:
+        raise ValueError(f"schedule={options.schedule!r}: must be auto or one of {', '.join(SCHEDULES)}")
+    return options.schedule
 
 
 def prepare(visibility, seq_len, segments, options) -> None:
@@ -73,7 +92,9 @@ def attend(
         if plan.entries:
             of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
             marks["entry_segments"] = plan.pad_entries(of_entry, axis=1, value=visibility_lib.STRADDLES)
-    if selected is not None:
+    if effective.get("schedule") == "gather":
+        marks["picked"] = jax.lax.map(lambda one: plan.pick(*one), (plan.pad_tokens(selected, False), marks))
+    elif selected is not None:
         marks["selected"] = plan.pad_entries(plan.pad_tokens(selected, False), axis=2, value=False)
     scaled = plan.pad_tokens(q.astype(jnp.float32) * width**-0.5, 0).astype(q.dtype)
     out = jax.lax.map(lambda one: _attend(plan, *one, sinks), (scaled, keys, marks))
@@ -146,6 +167,31 @@ class _Plan:
             mask &= jax.lax.dynamic_slice(marks["selected"], (start, first), mask.shape)
         return mask[:, None]
 
+    def pick(self, selected, marks):
+        """Int32 [q_len, places]: the entries that each query sees, in order, then `entries` where there are no more.
+
+        Takes bool [q_len, C] and the sequence's marks.
+        """
+        places = min(self.visibility.top_k, self.entries)
+        all_at_once = dataclasses.replace(self, block_kv=self.entries)
+        rows = jnp.arange(self.block_q)[:, None]
+        entry = jnp.broadcast_to(jnp.arange(self.entries, dtype=jnp.int32), (self.block_q, self.entries))
+
+        def of_block(block):
+            chosen = _slice(selected, block * self.block_q, self.block_q)
+            seen = all_at_once.entry_mask(block, 0, marks)[:, 0] & chosen
+            place = jnp.where(seen, jnp.cumsum(seen, axis=-1, dtype=jnp.int32) - 1, places)
+            nowhere = jnp.full((self.block_q, places), self.entries, jnp.int32)
+            return nowhere.at[rows, place].set(entry, mode="drop")
+
+        return jax.lax.map(of_block, jnp.arange(self.q_len // self.block_q)).reshape(-1, places)
+
+    def gather(self, block, keys, marks):
+        """A block's indices [block_q, places], the entries there [block_q, places, D], bool [block_q, 1, places]."""
+        picked = _slice(marks["picked"], block * self.block_q, self.block_q)
+        entries = keys["entries"].at[picked].get(mode="fill", fill_value=0)
+        return picked, entries, (picked < self.entries)[:, None]
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q, keys, marks, sinks):
@@ -165,7 +211,10 @@ def _forward(plan, q, keys, marks, sinks):
         state = (peak, total, jnp.zeros((plan.block_q, plan.heads, width)))
         local = _slice(keys["local"], block * plan.block_q, plan.reach + plan.block_q)
         state = _fold(state, q_block, local, plan.local_mask(block, marks))
-        if plan.entries:
+        if "picked" in marks:
+            _, entries, mask = plan.gather(block, keys, marks)
+            state = _fold(state, q_block, entries, mask)
+        elif plan.entries:
 
             def step_over(step, state):
                 entries = _slice(keys["entries"], step * plan.block_kv, plan.block_kv)
@@ -182,14 +231,15 @@ def _forward(plan, q, keys, marks, sinks):
 
 
 def _fold(state, q_block, keys, mask):
-    """Adds some keys to the running softmax (peak, total, weighted sum) of a block of queries."""
+    """Adds some keys, [n, D] or each query's own [bq, n, D], to the running softmax (peak, total, weighted sum)."""
     peak, total, out = state
-    logits = jnp.where(mask, _dot("qhd,kd->qhk", q_block, keys), MASK_VALUE)
+    of = "kd" if keys.ndim == 2 else "qkd"
+    logits = jnp.where(mask, _dot(f"qhd,{of}->qhk", q_block, keys), MASK_VALUE)
     new_peak = jnp.maximum(peak, logits.max(axis=-1, keepdims=True))
     weights = jnp.exp(logits - new_peak)
     decay = jnp.exp(peak - new_peak)
     total = total * decay + weights.sum(axis=-1, keepdims=True)
-    return new_peak, total, out * decay + _dot("qhk,kd->qhd", weights.astype(keys.dtype), keys)
+    return new_peak, total, out * decay + _dot(f"qhk,{of}->qhd", weights.astype(keys.dtype), keys)
 
 
 def _attend_forward(plan, q, keys, marks, sinks):
@@ -208,7 +258,12 @@ def _attend_backward(plan, residuals, d_out):
         local = _slice(keys["local"], block * plan.block_q, span)
         d_q, d_local = _gradients(*block_of, local, plan.local_mask(block, marks))
         d_keys["local"] = _add_slice(d_keys["local"], d_local, block * plan.block_q)
-        if plan.entries:
+        if "picked" in marks:
+            picked, entries, mask = plan.gather(block, keys, marks)
+            more, d_entries = _gradients(*block_of, entries, mask)
+            d_q += more
+            d_keys["entries"] = d_keys["entries"].at[picked].add(d_entries, mode="drop")
+        elif plan.entries:
 
             def step_over(step, carry):
                 d_q, d_entries = carry
@@ -232,13 +287,14 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _gradients(q, d_out, logsumexp, mean, keys, mask):
-    """Gradients of a block of queries [bq, H, D] and some keys [n, D], which serve as values too."""
-    logits = jnp.where(mask, _dot("qhd,kd->qhk", q, keys), MASK_VALUE)
+    """Gradients of a block of queries [bq, H, D] and of keys as in `_fold`, which serve as values too."""
+    of = "kd" if keys.ndim == 2 else "qkd"
+    logits = jnp.where(mask, _dot(f"qhd,{of}->qhk", q, keys), MASK_VALUE)
     weights = jnp.exp(logits - logsumexp)
-    d_logits = weights * (_dot("qhd,kd->qhk", d_out, keys) - mean)
+    d_logits = weights * (_dot(f"qhd,{of}->qhk", d_out, keys) - mean)
     weights, d_logits = weights.astype(keys.dtype), d_logits.astype(keys.dtype)
-    d_keys = _dot("qhk,qhd->kd", weights, d_out) + _dot("qhk,qhd->kd", d_logits, q)
-    return _dot("qhk,kd->qhd", d_logits, keys), d_keys
+    d_keys = _dot(f"qhk,qhd->{of}", weights, d_out) + _dot(f"qhk,qhd->{of}", d_logits, q)
+    return _dot(f"qhk,{of}->qhd", d_logits, keys), d_keys
 
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
