@@ -50,6 +50,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.block_kv_dkv = 0
     config.attention.block_kv_dkv_compute = 0
     config.attention.dq_reduction_steps = 0
+    config.attention.heads_per_call = 0  # splash: heads that a call of the kernel serves; 0 is all
     config.attention.window = 128
     config.attention.hca_ratio = 128
     config.attention.csa_ratio = 4
@@ -197,6 +198,8 @@ def _check_attention(attention) -> None:
             raise _error("attention.rope_width", attention.rope_width, f"at most {name}={attention[name]}")
     if attention.rope_width % 2:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
+    if attention.heads_per_call and (attention.heads_per_call < 0 or attention.heads % attention.heads_per_call):
+        raise _error("attention.heads_per_call", attention.heads_per_call, f"0 (all) or a divisor of {attention.heads}")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
 

@@ -1,5 +1,7 @@
 """The one place that imports tokamax: the splash kernels live at the same private path in both tested versions."""
 
+import inspect
+
 import jax
 from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernels
 from tokamax._src.ops.experimental.tpu.splash_attention.base import (
@@ -17,6 +19,7 @@ __all__ = [
     "SplashAttentionKernel",
     "SplashConfig",
     "allows_rank_promotion",
+    "backward",
     "make_dynamic_splash_mqa",
     "make_splash_mqa_single_device",
     "process_mask",
@@ -28,7 +31,28 @@ allows_rank_promotion = jax.numpy_rank_promotion("allow")
 # tokamax 0.0.17 prunes every schedule by the segments, for which its backward kernel knows the ring buffer alone.
 SEGMENTS_NEED_RING = hasattr(kernels, "_refine_mask_info_with_segments")
 
+_HAS_KEY = "prng_key" in inspect.signature(kernels._splash_attention_fwd).parameters  # for dropout, from 0.0.17 on
+
 SplashAttentionKernel = kernels.SplashAttentionKernel
 SplashConfig = kernels.SplashConfig
 make_dynamic_splash_mqa = allows_rank_promotion(kernels.make_dynamic_splash_mqa)
 make_splash_mqa_single_device = allows_rank_promotion(kernels.make_splash_mqa_single_device)
+
+
+def backward(kernel, q, keys, ids, out, logsumexp, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kernel's own backward pass, apart from its forward one.
+
+    Args:
+      kernel: a shared-key kernel.
+      q, keys, ids: what it was called with, [H, q_len, D], [kv_len, D] as keys and values, and `SegmentIds` or None.
+      out, logsumexp: what it gave, [H, q_len, D] and, in natural base, float32 [H, q_len].
+      d_out: [H, q_len, D].
+
+    Returns:
+      The gradients of q, and of keys as keys and as values.
+    """
+    settings = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
+    if settings["config"].use_base2_exp:
+        logsumexp = logsumexp * kernels.LOG2E
+    residuals = (q, keys, keys, ids, None, out, logsumexp, kernel.dkv_mask_info, *([None] if _HAS_KEY else []))
+    return kernels._splash_attention_bwd(save_residuals=False, **settings, res=residuals, grads=d_out)[2:5]
