@@ -13,9 +13,11 @@ import ml_collections
 from research.attention import backends
 from research.attention.spec import KINDS
 from research.data import packing_spec
+from research.measure import chips
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
 
+AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
@@ -100,6 +102,12 @@ def base_config() -> ml_collections.ConfigDict:
     config.bench = ml_collections.ConfigDict()
     config.bench.repeats = 5  # timed runs of each program, after one that is not
     config.bench.timeout_minutes = 10.0  # for one point of a sweep, after which it is a row that says so
+
+    config.aot = ml_collections.ConfigDict()
+    config.aot.topology = "v5p:2x2x1"  # chip and mesh to compile for, one device of it: `measure.chips`
+    config.aot.what = ("op",)  # op: one attention; layer: with its projections; step: an update of the whole model
+    config.aot.scoped_vmem_kib = 98_304  # what a kernel may take of the vector memory
+    config.aot.timeout_minutes = 10.0  # for one program
 
     config.run = ml_collections.ConfigDict()
     config.run.root = "runs"
@@ -238,6 +246,10 @@ def _check_training(config) -> None:
     if not 0 <= optimizer.final_fraction <= 1:
         raise _error("optimizer.final_fraction", optimizer.final_fraction, "between 0 and 1")
     _positive(config.bench, "bench", "repeats", "timeout_minutes")
+    _positive(config.aot, "aot", "scoped_vmem_kib", "timeout_minutes")
+    if not config.aot.what or not set(config.aot.what) <= set(AOT_WHAT):
+        raise _error("aot.what", config.aot.what, f"a non-empty tuple with members among {', '.join(AOT_WHAT)}")
+    _one_of("aot.topology", config.aot.topology.partition(":")[0], chips.NAMES)
     _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
 
 

@@ -170,6 +170,8 @@ REFUSED = [
     ({"attention.rope_width": 15}, "attention.rope_width=15: must be even"),
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
+    ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or a divisor of 4"),
+    ({"attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
     ({"attention.out_groups": 3}, "attention.out_groups=3: must be a divisor of heads=4"),
     ({"rope.yarn_factor": 0.5}, "rope.yarn_factor=0.5: must be at least 1"),
     ({"data.seq_len": 0}, "data.seq_len=0: must be a positive integer"),

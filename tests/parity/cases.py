@@ -30,6 +30,7 @@ SPEC = AttentionSpec(
     block_kv_dkv=0,
     block_kv_dkv_compute=0,
     dq_reduction_steps=0,
+    heads_per_call=0,
     window=128,
     hca_ratio=128,
     csa_ratio=4,

@@ -191,6 +191,11 @@ def _call_backward(heads, residuals, d_out):
 _call.defvjp(_call_forward, _call_backward)
 
 
+def kernel_of(visibility, seq_len: int, effective: backends.Effective) -> tuple[layout.Layout, splash.SplashConfig]:
+    """Where the kernel's rows and columns lie, and tokamax's config of it, by what `resolve` returned."""
+    return _layout(visibility, seq_len, effective), _splash_config(effective)
+
+
 def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
     """The six block sizes: a size not given is its forward one's, or as large as is useful."""
     longest = layout.round_up(seq_len, layout.LANES)
