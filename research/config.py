@@ -53,6 +53,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.block_kv_dkv_compute = 0
     config.attention.dq_reduction_steps = 0
     config.attention.heads_per_call = 0  # splash: heads that a call of the kernel serves; 0 is all
+    config.attention.vmem_limit_kib = 0  # splash on a TPU: vector memory that a kernel may take
     config.attention.window = 128
     config.attention.hca_ratio = 128
     config.attention.csa_ratio = 4
@@ -106,7 +107,6 @@ def base_config() -> ml_collections.ConfigDict:
     config.aot = ml_collections.ConfigDict()
     config.aot.topology = "v5p:2x2x1"  # chip and mesh to compile for, one device of it: `measure.chips`
     config.aot.what = ("op",)  # op: one attention; layer: with its projections; step: an update of the whole model
-    config.aot.scoped_vmem_kib = 98_304  # what a kernel may take of the vector memory
     config.aot.timeout_minutes = 10.0  # for one program
 
     config.run = ml_collections.ConfigDict()
@@ -208,6 +208,8 @@ def _check_attention(attention) -> None:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
     if attention.heads_per_call and (attention.heads_per_call < 0 or attention.heads % attention.heads_per_call):
         raise _error("attention.heads_per_call", attention.heads_per_call, f"0 (all) or a divisor of {attention.heads}")
+    if attention.vmem_limit_kib < 0:
+        raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
 
@@ -246,7 +248,7 @@ def _check_training(config) -> None:
     if not 0 <= optimizer.final_fraction <= 1:
         raise _error("optimizer.final_fraction", optimizer.final_fraction, "between 0 and 1")
     _positive(config.bench, "bench", "repeats", "timeout_minutes")
-    _positive(config.aot, "aot", "scoped_vmem_kib", "timeout_minutes")
+    _positive(config.aot, "aot", "timeout_minutes")
     if not config.aot.what or not set(config.aot.what) <= set(AOT_WHAT):
         raise _error("aot.what", config.aot.what, f"a non-empty tuple with members among {', '.join(AOT_WHAT)}")
     _one_of("aot.topology", config.aot.topology.partition(":")[0], chips.NAMES)

@@ -1,9 +1,17 @@
-"""The one place that imports tokamax: the splash kernels live at the same private path in both tested versions."""
+"""The one place that imports tokamax: the splash kernels live at the same private path in both tested versions.
 
+tokamax does not let its caller say how much vector memory (VMEM) a kernel may take, and the compiler's flag for it is
+for the whole program: with it raised, every product of matrices takes several times as long to compile. So we load an
+instance of tokamax's module of our own, and add the limit there, where it touches nobody else.
+"""
+
+import contextlib
+import importlib.util
 import inspect
+import types
 
 import jax
-from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas import tpu as pltpu
 from tokamax._src.ops.experimental.tpu.splash_attention.base import (
     DEFAULT_MASK_VALUE,
     SegmentIds,
@@ -23,7 +31,31 @@ __all__ = [
     "make_dynamic_splash_mqa",
     "make_splash_mqa_single_device",
     "process_mask",
+    "vmem_limit",
 ]
+
+_limit = jax.make_user_context(0)  # a context that jax.jit's caches know of
+
+
+def _compiler_params(**settings) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(**settings, vmem_limit_bytes=_limit.value or None)
+
+
+def _own_kernels() -> types.ModuleType:
+    spec = importlib.util.find_spec("tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_kernel")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.pltpu = types.SimpleNamespace(**{**vars(pltpu), "CompilerParams": _compiler_params})
+    return module
+
+
+kernels = _own_kernels()
+
+
+def vmem_limit(kib: int) -> contextlib.AbstractContextManager:
+    """Within it, kernels that are traced may take that much vector memory; 0 is the compiler's default."""
+    return _limit(kib * 1024)
+
 
 # Decorates what runs tokamax's code, which mixes ranks even where `jax_numpy_rank_promotion` forbids it to ours.
 allows_rank_promotion = jax.numpy_rank_promotion("allow")

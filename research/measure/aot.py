@@ -47,7 +47,6 @@ class Point:
     Attributes:
       topology: as `config.aot.topology`; the program is for one of its devices.
       what: op (one attention), layer (with its projections) or step (an update of the model).
-      scoped_vmem_kib: as in `config.aot`.
       batch: sequences.
       seq_len: tokens of a sequence.
       settings: JSON of the groups of the config that matter to `what`.
@@ -55,7 +54,6 @@ class Point:
 
     topology: str
     what: str
-    scoped_vmem_kib: int
     batch: int
     seq_len: int
     settings: str
@@ -88,7 +86,7 @@ def of_config(config: ml_collections.ConfigDict) -> list[Point]:
                 settings["model"] = {name: settings["model"][name] for name in ("layers", "dtype")}
             size = (config.data.batch_size, config.data.seq_len)
             text = json.dumps(settings, sort_keys=True)
-            points.append(Point(config.aot.topology, what, config.aot.scoped_vmem_kib, *size, text))
+            points.append(Point(config.aot.topology, what, *size, text))
     return points
 
 
@@ -97,7 +95,7 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "tokamax")}
 
 
-def environment(point: Point) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Variables to be set before jax is imported, for libtpu to load where no TPU is, and more than once."""
     return {
         "JAX_PLATFORMS": "cpu",
@@ -106,7 +104,6 @@ def environment(point: Point) -> dict[str, str]:
         "TPU_WORKER_ID": "0",
         "TPU_ACCELERATOR_TYPE": "v5p-8",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": f"--xla_tpu_scoped_vmem_limit_kib={point.scoped_vmem_kib}",
     }
 
 
@@ -158,7 +155,6 @@ def identify(point: Point) -> dict[str, Any]:
         "heads": attention["heads"],
         "head_width": attention["head_width"],
         "dtype": settings["model"]["dtype"],
-        "scoped_vmem_kib": point.scoped_vmem_kib,
         "requested": {name: attention[name] for name in ("csa_schedule", *backends.Options.__dataclass_fields__)},
         "versions": versions(),
     }
@@ -167,7 +163,7 @@ def identify(point: Point) -> dict[str, Any]:
 def run(point: Point, timeout: float) -> list[dict[str, Any]]:
     """`rows` from a process of its own; programs that a crash or the time-out, in seconds, swallowed say so."""
     text = json.dumps(dataclasses.asdict(point))
-    found, ending, message = apart.run("research.measure.aot", text, timeout, environment(point))
+    found, ending, message = apart.run("research.measure.aot", text, timeout, environment())
     known = {row["phase"] for row in found}
     lost = identify(point) | {"status": ending, "message": message}
     return found + [lost | {"phase": phase} for phase in PHASES[point.what] if phase not in known]

@@ -31,6 +31,7 @@ SPEC = AttentionSpec(
     block_kv_dkv_compute=0,
     dq_reduction_steps=0,
     heads_per_call=0,
+    vmem_limit_kib=0,
     window=128,
     hca_ratio=128,
     csa_ratio=4,

@@ -12,6 +12,7 @@ from research.attention import tokamax_splash as splash
 from research.attention.schedules import closed_form, scalar_memory
 
 _DEFAULT_BLOCK = 512
+_DEFAULT_VMEM_LIMIT_KIB = 98_304  # the compiler's own 16 MiB are too few for the backward kernel at head width 512
 
 
 def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
@@ -36,6 +37,7 @@ def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> bac
         "q_len": lay.q_len,
         "kv_len": lay.kv_len,
         "heads_per_call": options.heads_per_call,
+        "vmem_limit_kib": options.vmem_limit_kib or _DEFAULT_VMEM_LIMIT_KIB,
         "interpreted": backends.platform() != "tpu",
     }
     if not effective["interpreted"]:
@@ -83,7 +85,7 @@ def attend(
         "selected": selected,
         "mask": prepared,
     }
-    heads = _Heads(lay, options.heads_per_call or q.shape[2])
+    heads = _Heads(lay, options.heads_per_call or q.shape[2], effective["vmem_limit_kib"])
     one = functools.partial(_attend_one, heads, schedule, config, sinks)
     # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
     # segment ids make all sequences share one pruned schedule, and the interpreter cannot vmap at all.
@@ -115,12 +117,16 @@ class _Heads:
 
     layout: layout.Layout
     at_once: int
+    vmem_limit_kib: int
 
     def each(self, body, state, heads: int):
-        """Folds `state = body(state, first head)` over the groups."""
-        return jax.lax.scan(lambda state, first: (body(state, first), None), state, jnp.arange(0, heads, self.at_once))[
-            0
-        ]
+        """Folds `state = body(state, first head)` over the groups; here alone are kernels traced."""
+
+        def step(state, first):
+            with splash.vmem_limit(self.vmem_limit_kib):
+                return body(state, first), None
+
+        return jax.lax.scan(step, state, jnp.arange(0, heads, self.at_once))[0]
 
     def take(self, x, first):
         """[S, H, D] to the kernel's [at_once, q_len, D]."""
