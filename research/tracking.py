@@ -80,14 +80,27 @@ def read_rows(folder: pathlib.Path) -> list[dict[str, float]]:
     path = folder / METRICS
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was never finished
+    return read_lines(path)
 
 
 def drop_rows_after(folder: pathlib.Path, step: int) -> None:
     """Removes the rows that a run resumed from the checkpoint at `step` will write again."""
     kept = [json.dumps(row) + "\n" for row in read_rows(folder) if row["step"] <= step]
     _replace(folder / METRICS, "".join(kept))
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; what follows the last newline was never finished, and is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def drop_unfinished_line(path: pathlib.Path) -> None:
+    """Cuts off what a kill left of a line in a JSONL file, so that rows can be appended."""
+    if path.exists():
+        content = path.read_bytes()
+        with open(path, "r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 def read_json(path: pathlib.Path) -> Any:
@@ -141,3 +154,16 @@ def start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
         config=json.loads(config.to_json_best_effort()),
         settings=wandb.Settings(silent=True, console="off"),
     )
+
+
+def send_table(folder: pathlib.Path, config: ml_collections.ConfigDict, name: str, rows: list[dict[str, Any]]) -> None:
+    """The flat columns of rows as a table of that name in wandb, unless it is disabled."""
+    run = start_wandb(folder, config)
+    if run is None:
+        return
+    import wandb
+
+    columns = sorted({column for row in rows for column, value in row.items() if not isinstance(value, dict)})
+    data = [[row.get(column) for column in columns] for row in rows]
+    run.log({name: wandb.Table(columns=columns, data=data)}, step=len(rows))
+    run.finish()

@@ -24,7 +24,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from research import config as config_lib
-from research import errors
+from research import errors, experiment, sweep
 from research.attention import backends, schedules
 from research.attention.backends import splash
 from research.attention.layer import Attention
@@ -70,6 +70,25 @@ class Point:
             config[group].update(fields)
         config.data.seq_len, config.data.batch_size = self.seq_len, self.batch
         return config
+
+
+def plan(target: str, common: experiment.Overrides) -> list[tuple[experiment.Overrides, Point, float]]:
+    """The distinct points of an experiment's sweep, each with its overrides and time-out in seconds.
+
+    Raises:
+      ConfigError: a point is invalid; names every such point. Lists that do not fit the scalar memory are no error.
+    """
+    points = {}
+    with scalar_memory.left_to_compiler():
+        for overrides, config in sweep.configs(target, common, "tpu"):
+            for point in of_config(config):
+                points.setdefault(point, (overrides, point, config.aot.timeout_minutes * 60))
+    return list(points.values())
+
+
+def chip_of(topology: str) -> chips.Chip:
+    """The chip in the name of a topology."""
+    return next(chip for chip in chips.CHIPS.values() if chip.name == topology.partition(":")[0])
 
 
 def of_config(config: ml_collections.ConfigDict) -> list[Point]:
@@ -135,7 +154,7 @@ def rows(point: Point) -> Iterator[dict[str, Any]]:
                     cost += roofline.Cost(0, 0, row["argument_bytes"] + row["output_bytes"])
             except Exception as error:
                 row |= failure(error)
-            chip = chips.of_device(device.device_kind)
+            chip = chip_of(point.topology)
             yield row | roofline.bound(cost, chip) | {"chip": chip.name}
 
 
@@ -197,7 +216,7 @@ Program = tuple[Callable, tuple, tuple[int, ...], roofline.Cost]  # with abstrac
 def _op(point, config, spec, effective) -> dict[str, Program]:
     del config
     (kind,) = effective
-    single = _op_point(point, spec, kind)
+    single = op_point(point.batch, point.seq_len, spec, kind)
     arguments, selected = jax.eval_shape(functools.partial(op.arguments, single))
 
     def forward(arguments, selected):
@@ -251,13 +270,14 @@ def _step(point, config, spec, effective) -> dict[str, Program]:
     return {"update": (update, (state, batch), (0,), cost)}
 
 
-def _op_point(point: Point, spec: model_spec.ModelSpec, kind: str) -> op.Point:
+def op_point(batch: int, seq_len: int, spec: model_spec.ModelSpec, kind: str) -> op.Point:
+    """The attention of a layer of that kind."""
     return op.Point(
         backend=spec.attention.backend,
         options=spec.attention.options(kind),
         visibility=spec.attention.visibility(kind),
-        batch=point.batch,
-        seq_len=point.seq_len,
+        batch=batch,
+        seq_len=seq_len,
         heads=spec.attention.heads,
         head_width=spec.attention.head_width,
         dtype=spec.dtype,
@@ -269,7 +289,7 @@ def _attention_cost(point: Point, spec: model_spec.ModelSpec, effective) -> roof
     """Forward and backward of all layers' attentions, with their indexers."""
     cost = roofline.Cost(0, 0, 0)
     for kind in spec.layers * spec.repeats:
-        single = _op_point(point, spec, kind)
+        single = op_point(point.batch, point.seq_len, spec, kind)
         cost += roofline.of_op(single, effective[kind], "forward_backward")
         if kind == "csa":
             index = (spec.attention.index_heads, spec.attention.index_head_width)

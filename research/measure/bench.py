@@ -5,10 +5,8 @@ from typing import Any
 
 import ml_collections
 
-from research import config as config_lib
-from research import experiment
+from research import experiment, sweep
 from research.attention import backends
-from research.config import ConfigError
 from research.measure import apart, op
 from research.model import spec as model_spec
 
@@ -21,20 +19,10 @@ def plan(
     Raises:
       ConfigError: a point is invalid; names every such point.
     """
-    module, arg = experiment.load(target)
-    points, problems = {}, []
-    for overrides in module.sweep(arg):
-        config = module.get_config(arg)
-        try:
-            experiment.override(config, common | overrides)
-            config_lib.validate(config, platform)
-        except (ConfigError, NotImplementedError) as error:
-            problems.append(f"\n  {experiment.label(overrides)}: {error}")
-            continue
+    points = {}
+    for overrides, config in sweep.configs(target, common, platform):
         for point in of_config(config, platform):
             points.setdefault(point, (overrides, point, config.bench.timeout_minutes * 60))
-    if problems:
-        raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
     return list(points.values())
 
 
