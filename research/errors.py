@@ -1,20 +1,34 @@
 """How runs fail, in words that fit a table."""
 
+import contextlib
+import errno
+import os
 import re
+from collections.abc import Iterator
 
 from research.config import ConfigError
 
-INVALID, UNSUPPORTED, OUT_OF_MEMORY, NAN_LOSS, OTHER = (
+INVALID, UNSUPPORTED, OUT_OF_MEMORY, NAN_LOSS, DISK_FULL, UNREACHABLE, INTERRUPTED, OTHER = (
     "invalid config",
     "unsupported",
     "out of memory",
     "nan loss",
+    "disk full",
+    "no access",
+    "interrupted",
     "error",
+)
+_OF_DISK = {errno.ENOSPC: DISK_FULL, errno.EDQUOT: DISK_FULL} | dict.fromkeys(
+    (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EIO), UNREACHABLE
 )
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss became NaN or infinite."""
+    """The loss or its gradient became NaN or infinite."""
+
+
+class InterruptedRunError(Exception):
+    """A signal asked the run to stop; it goes on when it is started again."""
 
 
 def kind(error: Exception) -> str:
@@ -25,7 +39,37 @@ def kind(error: Exception) -> str:
         return UNSUPPORTED
     if isinstance(error, NonFiniteLossError):
         return NAN_LOSS
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # XLA has no class of its own for it
-        space = re.search(r"memory space (hbm|vmem|smem)", str(error))
+    if isinstance(error, InterruptedRunError):
+        return INTERRUPTED
+    if isinstance(error, OSError):
+        return _OF_DISK.get(error.errno, OTHER)
+    text = f"{error} {error.__cause__}"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:  # XLA has no class of its own for it
+        space = re.search(r"memory space (hbm|vmem|smem)", text)
         return f"out of {space[1].upper()}" if space else OUT_OF_MEMORY
     return OTHER
+
+
+@contextlib.contextmanager
+def of_disk() -> Iterator[None]:
+    """Within it, what tensorstore says of a file (a ValueError; RESOURCE_EXHAUSTED for a full disk) is an OSError."""
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        path = re.search(r'local file "([^"]*)"', str(error))
+        raise OSError(int(code[1]), os.strerror(int(code[1])), path and path[1]) from error
+
+
+@contextlib.contextmanager
+def of_memory(doing: str, advice: str) -> Iterator[None]:
+    """Within it, running out of memory is a MemoryError of one line: what was being done, and what may help."""
+    try:
+        yield
+    except Exception as error:
+        if not kind(error).startswith("out of"):
+            raise
+        asked = re.search(r"[Oo]ut of memory[^\n]{0,120}", str(error))
+        raise MemoryError(f"{doing}{f': {asked[0]}' if asked else ''}; {advice}") from error
