@@ -72,4 +72,5 @@ def of_memory(doing: str, advice: str) -> Iterator[None]:
         if not kind(error).startswith("out of"):
             raise
         asked = re.search(r"[Oo]ut of memory[^\n]{0,120}", str(error))
-        raise MemoryError(f"{doing}{f': {asked[0]}' if asked else ''}; {advice}") from error
+        said = f": {asked[0].rstrip('.')}" if asked else ""
+        raise MemoryError(f"{doing}{said}; {advice}") from error

@@ -51,7 +51,7 @@ def test_out_of_memory_says_what_was_done_and_which_memory():
     with pytest.raises(MemoryError) as raised, errors.of_memory("compiling the step", "too much with x=1"):
         raise jax.errors.JaxRuntimeError(text)
     assert str(raised.value) == (
-        "compiling the step: out of memory in memory space hbm. Used 120G of 95G.; too much with x=1"
+        "compiling the step: out of memory in memory space hbm. Used 120G of 95G; too much with x=1"
     )
     assert errors.kind(raised.value) == "out of HBM"
     with pytest.raises(ValueError, match=r"^shape$"), errors.of_memory("compiling the step", "x"):
