@@ -51,16 +51,22 @@ def kind(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def of_disk() -> Iterator[None]:
-    """Within it, what tensorstore says of a file (a ValueError; RESOURCE_EXHAUSTED for a full disk) is an OSError."""
+def of_disk(path: str | os.PathLike) -> Iterator[None]:
+    """Within it, an OSError names a file, `path` if it says no other: writing to a full disk names none.
+
+    What tensorstore says of a file (a ValueError; RESOURCE_EXHAUSTED for a full disk) becomes the OSError that it is.
+    """
     try:
         yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     except ValueError as error:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
-        path = re.search(r'local file "([^"]*)"', str(error))
-        raise OSError(int(code[1]), os.strerror(int(code[1])), path and path[1]) from error
+        said = re.search(r'local file "([^"]*)"', str(error))
+        raise OSError(int(code[1]), os.strerror(int(code[1])), said[1] if said else str(path)) from error
 
 
 @contextlib.contextmanager

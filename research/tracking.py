@@ -12,7 +12,6 @@
 Of several processes the first alone writes.
 """
 
-import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -21,7 +20,6 @@ import pathlib
 import platform
 import subprocess
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -58,7 +56,7 @@ class Tracker:
         """Writes a row; steps must increase, and numbers must be finite."""
         line = json.dumps({"step": step, **row}, allow_nan=False) + "\n"
         if _writes():
-            with _naming(self._path), open(self._path, "a", encoding="utf-8") as file:
+            with errors.of_disk(self._path), open(self._path, "a", encoding="utf-8") as file:
                 file.write(line)
         if self._wandb is not None:
             self._wandb.log(row, step=step)
@@ -116,7 +114,7 @@ def _replace(path: pathlib.Path, text: str) -> None:
         return
     beside = path.with_name(path.name + ".new")
     try:
-        with _naming(path):
+        with errors.of_disk(path):
             beside.write_text(text, encoding="utf-8")
             beside.replace(path)
     except OSError:
@@ -126,16 +124,6 @@ def _replace(path: pathlib.Path, text: str) -> None:
 
 def _writes() -> bool:
     return jax.process_index() == 0
-
-
-@contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Within it, an OSError names the file: writing to a full disk raises one that does not."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def _commit() -> str:

@@ -42,8 +42,10 @@ def test_full_disk_is_not_taken_for_memory():
     ):
         raise ValueError(FULL)
     assert errors.kind(raised.value) == "disk full"
-    with pytest.raises(ValueError, match=r"^shape$"), errors.of_disk():
+    with pytest.raises(ValueError, match=r"^shape$"), errors.of_disk("/runs"):
         raise ValueError("shape")
+    with pytest.raises(OSError, match=r"^\[Errno 28\] full: '/runs'$"), errors.of_disk("/runs"):
+        raise OSError(errno.ENOSPC, "full")
 
 
 def test_out_of_memory_says_what_was_done_and_which_memory():

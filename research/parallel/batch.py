@@ -17,17 +17,20 @@ def join(config: ml_collections.ConfigDict) -> None:
     """Joins the processes that `config.distributed` describes; to be called before anything else asks for devices.
 
     Raises:
-      ConfigError: the processes would not know that they share a folder.
+      ConfigError: the processes would not know that they share a folder, or do not find each other.
     """
     if not config.distributed.coordinator:
         return
     if not config.run.id:
         raise ConfigError("config.run.id='': must be given with distributed.coordinator, the same for all processes")
-    if config.distributed.coordinator == "auto":
-        jax.distributed.initialize()
-    else:
-        processes, process = config.distributed.num_processes, config.distributed.process_id
-        jax.distributed.initialize(config.distributed.coordinator, processes, process)
+    try:
+        if config.distributed.coordinator == "auto":
+            jax.distributed.initialize()
+        else:
+            processes, process = config.distributed.num_processes, config.distributed.process_id
+            jax.distributed.initialize(config.distributed.coordinator, processes, process)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"config.distributed.coordinator={config.distributed.coordinator!r}: {error}") from error
 
 
 def mesh(batch_size: int) -> Mesh:
@@ -50,8 +53,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def distribute(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Gives each device its rows of a batch [B, ...].
 
-    Every process packs the whole batch, which costs it microseconds a row, and keeps its own rows: so the batches, and
-    the iterator's state in a checkpoint, depend neither on the number of processes nor on that of devices.
+    Every process packs the whole batch, little work beside a step, and keeps its own rows: so the batches, and the
+    iterator's state in a checkpoint, depend neither on the number of processes nor on that of devices.
     """
     rows = NamedSharding(mesh, PartitionSpec(AXIS))
     return {name: jax.make_array_from_callback(array.shape, rows, array.__getitem__) for name, array in batch.items()}

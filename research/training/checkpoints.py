@@ -44,14 +44,14 @@ class Checkpoints:
         kept = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(keep_last), best])
         options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
         self._folder = folder.absolute()
-        with errors.of_disk():
+        with errors.of_disk(self._folder):
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
-        with errors.of_disk():
+        with errors.of_disk(self._folder):
             self._manager.close()
 
     def save(self, step: int, state: State, iterator: dict[str, Any], val_loss: float | None = None) -> None:
@@ -64,12 +64,12 @@ class Checkpoints:
         record["crc32"] = _crc32(record)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
         metrics = None if val_loss is None else {"val_loss": val_loss}
-        with errors.of_disk():
+        with errors.of_disk(self._folder):
             self._manager.save(step, args=items, metrics=metrics)
 
     def wait(self) -> None:
         """Returns when all is on the disk; raises as `save` does."""
-        with errors.of_disk():
+        with errors.of_disk(self._folder):
             self._manager.wait_until_finished()
 
     def restore(self, like: State) -> Restored | None:
@@ -86,14 +86,15 @@ class Checkpoints:
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                with errors.of_disk():
+                with errors.of_disk(self._folder):
                     return self._read(step, like)
             except Exception as error:  # orbax has no class of its own for what damage does to a file
                 if errors.kind(error) != errors.OTHER:  # the fault of something else than the checkpoint
                     raise
                 reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 aside = self._put_aside(step)
-                warnings.warn(f"checkpoint {step} is damaged ({reason}); kept as {aside}", stacklevel=2)
+                if jax.process_index() == 0:
+                    warnings.warn(f"checkpoint {step} is damaged ({reason}); kept as {aside}", stacklevel=2)
         return None
 
     def _read(self, step: int, like: State) -> Restored:

@@ -38,16 +38,15 @@ def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich
             trainer.restore(*restored)
             console.print(f"resumed after step {trainer.done}")
         _record_start(folder, config, trainer)
-        cost = trainer.compile()
-        cost["flops_per_token"] = flops.per_token(trainer.spec, config.data.seq_len, trainer.state.params)
+        trainer.compile()
         with tracking.Tracker(folder, config) as tracker:
             with report.progress(console, trainer.done, config.train.steps) as advance:
-                _steps(folder, config, trainer, checkpoints, tracker, interruption, advance, cost["flops_per_token"])
+                _steps(folder, config, trainer, checkpoints, tracker, interruption, advance)
             checkpoints.wait()
             multihost_utils.sync_global_devices("all is recorded")
             results = {
                 **_outcome(tracking.read_rows(folder)),
-                **cost,
+                **trainer.cost,
                 **profile.peak_memory(),
                 "parameters": report.count(trainer.state.params),
                 "requested": config_lib.requested(config),
@@ -74,9 +73,9 @@ def _record_start(folder: pathlib.Path, config: ml_collections.ConfigDict, train
     tracking.drop_rows_after(folder, done)
 
 
-def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance, flops_per_token) -> None:
+def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance) -> None:
     """The steps that are left."""
-    meter, saved = _Meter(flops_per_token), trainer.done
+    meter, saved = _Meter(trainer.cost["flops_per_token"]), trainer.done
     first_traced = trainer.done + 1 + config_lib.WARM_UP_STEPS
     with profile.Profiler(folder / profile.FOLDER, first_traced, config.profile.steps) as profiler:
         for step in range(trainer.done + 1, config.train.steps + 1):
@@ -115,7 +114,10 @@ def _stop(signal: str, config, trainer: Trainer, checkpoints: Checkpoints, saved
 def _require_finite(row: dict[str, float], step: int, folder: pathlib.Path, trainer: Trainer) -> None:
     for name in ("loss", "grad_norm", "val_loss"):
         if not math.isfinite(row.get(name, 0.0)):
-            where = inspection.keep(folder, trainer)
+            try:
+                where = inspection.keep(folder, trainer)
+            except OSError as error:
+                where = f"its state and batch could not be kept: {error}"
             raise errors.NonFiniteLossError(f"{name} is {row[name]} at step {step}; {where}")
 
 

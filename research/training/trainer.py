@@ -14,7 +14,7 @@ from research import errors
 from research.model import language_model
 from research.model import spec as model_spec
 from research.parallel import batch as parallel
-from research.training import optimizer
+from research.training import flops, optimizer
 from research.training import step as step_lib
 
 
@@ -29,6 +29,7 @@ class Trainer:
       state: parameters and optimizer, the same on every device.
       done: updates that made the state.
       batch: the last batch that was taken from the iterator.
+      cost: what `step.Compiled` says of the update, and flops_per_token; after `compile`.
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
@@ -54,15 +55,15 @@ class Trainer:
         self.done, self.state = done, state
         self.iterator.set_state(iterator)
 
-    def compile(self) -> dict[str, Any]:
-        """Compiles the update, and returns its price as `step.Compiled` describes it."""
+    def compile(self) -> None:
+        """Compiles the update, and learns its `cost`."""
         shapes = parallel.distribute(next(self.data.validation_batches(1)), self._mesh)
         update = step_lib.make_update(self._model, self._optimizer, self._mesh)
         with in_memory(self._config, "compiling the step"):
             compiled = step_lib.compile_update(update, self.state, shapes)
-        self._update = compiled.update
+        flops_per_token = flops.per_token(self.spec, self._config.data.seq_len, self.state.params)
+        self._update, self.cost = compiled.update, compiled.cost | {"flops_per_token": flops_per_token}
         self._losses = jax.jit(parallel.mean(functools.partial(step_lib.losses, self._model), self._mesh))
-        return compiled.cost
 
     def update(self) -> tuple[dict[str, float], float, float]:
         """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.

@@ -10,7 +10,7 @@ import rich.console
 from research import errors, tracking
 from research.config import ConfigError
 from research.data import corpus
-from research.training import loop, run
+from research.training import inspection, loop, run
 from tests import tiny
 
 QUIET = rich.console.Console(quiet=True)
@@ -81,6 +81,16 @@ def test_error_is_not_hidden_by_a_summary_that_cannot_be_written(tmp_path, monke
     monkeypatch.setattr(loop, "train", fail)
     with pytest.raises(NotImplementedError, match=r"^the error$"):
         run.run(make(tmp_path / "run"), {}, QUIET)
+
+
+def test_nan_is_told_also_where_nothing_can_be_kept(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device", "there")
+
+    monkeypatch.setattr(inspection, "keep", refuse)
+    message = r"^loss is nan at step 3; its state and batch could not be kept: .*No space left on device: 'there'$"
+    with pytest.raises(errors.NonFiniteLossError, match=message):
+        loop._require_finite({"loss": float("nan")}, 3, tmp_path, None)
 
 
 @pytest.mark.parametrize(("root", "reason"), [("file", "Not a directory"), ("/proc/self", "No such file or directory")])
