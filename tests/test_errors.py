@@ -38,7 +38,7 @@ FULL = (
 def test_full_disk_is_not_taken_for_memory():
     with (
         pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '/runs/5/'$") as raised,
-        errors.of_disk(),
+        errors.of_disk("/runs"),
     ):
         raise ValueError(FULL)
     assert errors.kind(raised.value) == "disk full"

@@ -70,13 +70,16 @@ def make_update(
     if mesh is not None:
         gradients = parallel.mean(gradients, mesh)
 
+    def apply(state: State, grads: hk.Params) -> State:
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, changes), opt_state)
+
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
         (value, grads), tokens = gradients(state.params, batch)
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
-        updated = State(optax.apply_updates(state.params, changes), opt_state)
         finite = jnp.isfinite(value) & jnp.isfinite(metrics["grad_norm"])
-        return jax.tree.map(functools.partial(jnp.where, finite), updated, state), metrics
+        # A branch, not a selection, which would need the memory of both states.
+        return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics
 
     return update
 
