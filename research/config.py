@@ -13,9 +13,11 @@ import ml_collections
 from research.attention import backends
 from research.attention.spec import KINDS
 from research.data import packing_spec
+from research.measure import chips
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
 
+AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
 WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
 WANDB_MODES = ("auto", "online", "offline", "disabled")
@@ -51,6 +53,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.block_kv_dkv = 0
     config.attention.block_kv_dkv_compute = 0
     config.attention.dq_reduction_steps = 0
+    config.attention.heads_per_call = 0  # splash: heads that a call of the kernel serves; 0 is all
+    config.attention.vmem_limit_kib = 0  # splash on a TPU: vector memory that a kernel may take
     config.attention.window = 128
     config.attention.hca_ratio = 128
     config.attention.csa_ratio = 4
@@ -110,6 +114,11 @@ def base_config() -> ml_collections.ConfigDict:
     config.bench = ml_collections.ConfigDict()
     config.bench.repeats = 5  # timed runs of each program, after one that is not
     config.bench.timeout_minutes = 10.0  # for one point of a sweep, after which it is a row that says so
+
+    config.aot = ml_collections.ConfigDict()
+    config.aot.topology = "v5p:2x2x1"  # chip and mesh to compile for, one device of it: `measure.chips`
+    config.aot.what = ("op",)  # op: one attention; layer: with its projections; step: an update of the whole model
+    config.aot.timeout_minutes = 10.0  # for one program
 
     config.run = ml_collections.ConfigDict()
     config.run.root = "runs"
@@ -209,6 +218,10 @@ def _check_attention(attention) -> None:
             raise _error("attention.rope_width", attention.rope_width, f"at most {name}={attention[name]}")
     if attention.rope_width % 2:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
+    if attention.heads_per_call and (attention.heads_per_call < 0 or attention.heads % attention.heads_per_call):
+        raise _error("attention.heads_per_call", attention.heads_per_call, f"0 (all) or a divisor of {attention.heads}")
+    if attention.vmem_limit_kib < 0:
+        raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
 
@@ -252,6 +265,10 @@ def _check_training(config) -> None:
     if not 0 <= optimizer.final_fraction <= 1:
         raise _error("optimizer.final_fraction", optimizer.final_fraction, "between 0 and 1")
     _positive(config.bench, "bench", "repeats", "timeout_minutes")
+    _positive(config.aot, "aot", "timeout_minutes")
+    if not config.aot.what or not set(config.aot.what) <= set(AOT_WHAT):
+        raise _error("aot.what", config.aot.what, f"a non-empty tuple with members among {', '.join(AOT_WHAT)}")
+    _one_of("aot.topology", config.aot.topology.partition(":")[0], chips.NAMES)
     _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
 
 

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from research.config import ConfigError
 
@@ -21,6 +22,15 @@ INVALID, UNSUPPORTED, OUT_OF_MEMORY, NAN_LOSS, DISK_FULL, UNREACHABLE, INTERRUPT
 _OF_DISK = {errno.ENOSPC: DISK_FULL, errno.EDQUOT: DISK_FULL} | dict.fromkeys(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EIO), UNREACHABLE
 )
+# How the compilers of both tested stacks say it; HBM, VMEM and SMEM in turn.
+_SHORTAGES = (
+    r"Ran out of memory on (?P<space>HBM), .*? \((?P<needed>[\d.]+\w)\) exceeds available HBM "
+    r"\((?P<available>[\d.]+\w)\)",
+    r"Ran out of memory in memory space (?P<space>vmem).*Scoped allocation with size (?P<needed>[\d.]+\w) "
+    r"and limit (?P<available>[\d.]+\w)",
+    r"Ran out of memory in memory space (?P<space>\w+)\. Used (?P<needed>[\d.]+\w) of (?P<available>[\d.]+\w)",
+)
+_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -29,6 +39,22 @@ class NonFiniteLossError(ArithmeticError):
 
 class InterruptedRunError(Exception):
     """A signal asked the run to stop; it goes on when it is started again."""
+
+
+class Shortage(NamedTuple):
+    """A memory that ran out: its name, HBM, VMEM or SMEM, and bytes as rounded as the compiler prints them."""
+
+    space: str
+    needed_bytes: int
+    available_bytes: int
+
+
+def shortage(message: str) -> Shortage | None:
+    """Which memory a TPU's compiler lacked and how much of it, None if the message is of something else."""
+    for pattern in _SHORTAGES:
+        if found := re.search(pattern, message, re.DOTALL):
+            return Shortage(found["space"].upper(), _bytes(found["needed"]), _bytes(found["available"]))
+    return None
 
 
 def kind(error: Exception) -> str:
@@ -45,8 +71,8 @@ def kind(error: Exception) -> str:
         return _OF_DISK.get(error.errno, OTHER)
     text = f"{error} {error.__cause__}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:  # XLA has no class of its own for it
-        space = re.search(r"memory space (hbm|vmem|smem)", text)
-        return f"out of {space[1].upper()}" if space else OUT_OF_MEMORY
+        lacked = shortage(text)
+        return f"out of {lacked.space}" if lacked else OUT_OF_MEMORY
     return OTHER
 
 
@@ -80,3 +106,7 @@ def of_memory(doing: str, advice: str) -> Iterator[None]:
         asked = re.search(r"[Oo]ut of memory[^\n]{0,120}", str(error))
         said = f": {asked[0].rstrip('.')}" if asked else ""
         raise MemoryError(f"{doing}{said}; {advice}") from error
+
+
+def _bytes(text: str) -> int:
+    return round(float(text[:-1]) * _UNITS[text[-1]])

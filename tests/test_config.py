@@ -171,6 +171,12 @@ REFUSED = [
     ({"attention.rope_width": 15}, "attention.rope_width=15: must be even"),
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
+    ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or a divisor of 4"),
+    ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
+    ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
+    ({"aot.what": ("op", "model")}, r"aot.what=\('op', 'model'\): must be .*op, layer, step"),
+    ({"aot.topology": "v9:2x2"}, "aot.topology=v9: must be .*v4, v5e, v5p, v6e, tpu7x"),
+    ({"attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
     ({"attention.out_groups": 3}, "attention.out_groups=3: must be a divisor of heads=4"),
     ({"rope.yarn_factor": 0.5}, "rope.yarn_factor=0.5: must be at least 1"),
     ({"data.seq_len": 0}, "data.seq_len=0: must be a positive integer"),
@@ -207,6 +213,7 @@ POSITIVE = {
     "optimizer": ("learning_rate", "clip_norm"),
     "train": ("steps", "log_every", "eval_batches", "keep_last"),
     "bench": ("repeats", "timeout_minutes"),
+    "aot": ("timeout_minutes",),
 }
 POSITIVE["attention"] += ("out_groups", "out_rank", "index_heads", "index_head_width")
 REFUSED += [

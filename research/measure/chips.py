@@ -38,6 +38,7 @@ CHIPS = {
     "TPU v6 lite": Chip.of("v6e", 918, 1638, 32),
     "TPU7x": Chip.of("tpu7x", 2307, 7380, 192, devices=2),
 }
+NAMES = tuple(chip.name for chip in CHIPS.values())
 
 
 def of_device(kind: str) -> Chip | None:
