@@ -1,5 +1,6 @@
 """The `--config` flag of the launchers: `--config=experiments/x.py:arg --config.group.field=value`."""
 
+import os
 import pathlib
 import re
 import sys
@@ -13,6 +14,7 @@ from research import errors, experiment, tracking
 from research.config import ConfigError
 
 INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
+INTERRUPTED_EXIT = os.EX_TEMPFAIL  # 75, by which a scheduler knows that the run goes on when it is started again
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
 
@@ -29,7 +31,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
 
     def guarded(argv: Sequence[str]) -> None:
         del argv
-        logging.set_verbosity(logging.WARNING)  # jax and orbax tell at length what they found
+        logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
         try:
             sys.exit(main())
         except Exception as error:
@@ -114,4 +116,5 @@ def _report(error: Exception) -> None:
     if kind == errors.OTHER:
         raise error
     print(f"{kind}: {error}", file=sys.stderr)
-    sys.exit(INVALID_EXIT if kind in (errors.INVALID, errors.UNSUPPORTED) else 1)
+    exits = {errors.INVALID: INVALID_EXIT, errors.UNSUPPORTED: INVALID_EXIT, errors.INTERRUPTED: INTERRUPTED_EXIT}
+    sys.exit(exits.get(kind, 1))

@@ -19,6 +19,7 @@ from research.model.language_model import REMAT
 
 AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
+WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -98,7 +99,17 @@ def base_config() -> ml_collections.ConfigDict:
     config.train.log_every = 10
     config.train.eval_every = 100  # 0: only at the end
     config.train.eval_batches = 8
-    config.train.checkpoint_every = 100  # 0: only at the end
+    config.train.checkpoint_every = 100  # 0: only at the end and when a signal stops the run
+    config.train.keep_last = 2  # newest checkpoints that are kept
+    config.train.keep_best = 1  # kept beside them: lowest validation loss, of checkpoints at a step that validates
+
+    config.profile = ml_collections.ConfigDict()
+    config.profile.steps = 0  # traced into the run's folder, after the first ones, which warm up
+
+    config.distributed = ml_collections.ConfigDict()
+    config.distributed.coordinator = ""  # host:port of process 0; auto: asked of the cluster; empty: one process
+    config.distributed.num_processes = 0  # with host:port
+    config.distributed.process_id = 0  # with host:port
 
     config.bench = ml_collections.ConfigDict()
     config.bench.repeats = 5  # timed runs of each program, after one that is not
@@ -137,6 +148,7 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
     _check_rope(config.rope)
     _check_data(config)
     _check_training(config)
+    _check_distributed(config.distributed)
     settings = effective(config, platform)
     if config.model.remat != "none" and any(layer.get("interpreted") for layer in settings.values()):
         raise NotImplementedError(
@@ -233,7 +245,7 @@ def _check_data(config) -> None:
 def _check_training(config) -> None:
     optimizer, train = config.optimizer, config.train
     _positive(optimizer, "optimizer", "learning_rate", "clip_norm")
-    _positive(train, "train", "steps", "log_every", "eval_batches")
+    _positive(train, "train", "steps", "log_every", "eval_batches", "keep_last")
     for name in ("warmup_steps", "weight_decay"):
         if optimizer[name] < 0:
             raise _error(f"optimizer.{name}", optimizer[name], "0 or more")
@@ -242,6 +254,11 @@ def _check_training(config) -> None:
     for name in ("eval_every", "checkpoint_every"):
         if train[name] < 0:
             raise _error(f"train.{name}", train[name], "0 (only at the end) or more")
+    if train.keep_best < 0:
+        raise _error("train.keep_best", train.keep_best, "0 or more")
+    if not 0 <= config.profile.steps <= max(0, train.steps - WARM_UP_STEPS):
+        most = f"train.steps={train.steps} less {WARM_UP_STEPS} for warming up"
+        raise _error("profile.steps", config.profile.steps, f"from 0 to {most}")
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
             raise _error(f"optimizer.{name}", optimizer[name], "at least 0 and below 1")
@@ -253,6 +270,22 @@ def _check_training(config) -> None:
         raise _error("aot.what", config.aot.what, f"a non-empty tuple with members among {', '.join(AOT_WHAT)}")
     _one_of("aot.topology", config.aot.topology.partition(":")[0], chips.NAMES)
     _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
+
+
+def _check_distributed(distributed) -> None:
+    coordinator, processes, process = distributed.coordinator, distributed.num_processes, distributed.process_id
+    if coordinator in ("", "auto"):
+        for name in ("num_processes", "process_id"):
+            if distributed[name]:
+                raise _error(f"distributed.{name}", distributed[name], "0, unless distributed.coordinator is host:port")
+        return
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise _error("distributed.coordinator", repr(coordinator), "host:port, auto, or empty")
+    if processes < 1:
+        raise _error("distributed.num_processes", processes, f"1 or more with coordinator={coordinator}")
+    if not 0 <= process < processes:
+        raise _error("distributed.process_id", process, f"from 0 to num_processes - 1 = {processes - 1}")
 
 
 def _positive(group, prefix: str, *names: str) -> None:

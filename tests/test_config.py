@@ -127,6 +127,7 @@ def test_every_field_is_read(monkeypatch, tmp_path):
     assert set(experiment.field_names(config)) - reads - written_reads() == {"train.read_by_nobody"}
 
 
+PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
 SPLASH = {"attention.backend": "splash"}
 REFUSED = [
     ({"seed": -1}, "seed=-1: must be 0 or more"),
@@ -192,6 +193,17 @@ REFUSED = [
     ({"optimizer.b2": -0.1}, "optimizer.b2=-0.1: must be at least 0 and below 1"),
     ({"train.eval_every": -1}, "train.eval_every=-1: must be 0 .* or more"),
     ({"train.checkpoint_every": -1}, "train.checkpoint_every=-1: must be 0 .* or more"),
+    ({"train.keep_best": -1}, "train.keep_best=-1: must be 0 or more"),
+    ({"profile.steps": -1}, "profile.steps=-1: must be from 0 to train.steps=200 less 2"),
+    ({"profile.steps": 199}, "profile.steps=199: must be from 0 to train.steps=200 less 2"),
+    ({"distributed.coordinator": "host"}, "distributed.coordinator='host': must be host:port, auto, or empty"),
+    (PAIR | {"distributed.num_processes": 0}, "distributed.num_processes=0: must be 1 or more with .*host:1234"),
+    (PAIR | {"distributed.process_id": 2}, r"distributed.process_id=2: must be from 0 to num_processes - 1 = 1"),
+    ({"distributed.num_processes": 2}, "distributed.num_processes=2: must be 0, unless .*coordinator is host:port"),
+    (
+        {"distributed.coordinator": "auto", "distributed.process_id": 1},
+        "distributed.process_id=1: must be 0, unless .*coordinator is host:port",
+    ),
     ({"wandb.mode": "on"}, "wandb.mode='on': must be one of auto, online, offline, disabled"),
 ]
 POSITIVE = {
@@ -199,7 +211,7 @@ POSITIVE = {
     "attention": ("window", "hca_ratio", "csa_ratio", "top_k", "heads", "head_width", "rope_width", "q_rank"),
     "rope": ("theta", "compressed_theta", "yarn_original_length", "yarn_beta_fast", "yarn_beta_slow"),
     "optimizer": ("learning_rate", "clip_norm"),
-    "train": ("steps", "log_every", "eval_batches"),
+    "train": ("steps", "log_every", "eval_batches", "keep_last"),
     "bench": ("repeats", "timeout_minutes"),
     "aot": ("timeout_minutes",),
 }

@@ -1,6 +1,7 @@
 """One update of the parameters, compiled explicitly so that what the compiler says of it can be recorded."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import optax
 from research.attention import backends
 from research.model import language_model
 from research.model.spec import ModelSpec
+from research.parallel import batch as parallel
 from research.training import loss
 
 Metrics = dict[str, jax.Array]
@@ -25,8 +27,10 @@ class State(NamedTuple):
     opt_state: optax.OptState
 
 
-def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) -> State:
-    """The state before the first update.
+def init(
+    spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int, sharding: jax.sharding.Sharding | None = None
+) -> State:
+    """The state before the first update, laid out as `sharding` says.
 
     Parameters depend neither on the backend nor on the length, so they are made by the dense one, on the shortest
     sequence that has a compressed entry of every kind: Haiku runs the whole model for it.
@@ -41,7 +45,7 @@ def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) ->
         params = model.init(key, tokens, tokens, tokens)
         return State(params, optimizer.init(params))
 
-    return jax.jit(create)(jax.random.key(seed))
+    return jax.jit(create, out_shardings=sharding)(jax.random.key(seed))
 
 
 def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
@@ -51,18 +55,31 @@ def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.A
 
 
 def make_update(
-    model: hk.Transformed, optimizer: optax.GradientTransformation
+    model: hk.Transformed, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh | None = None
 ) -> Callable[[State, dict], tuple[State, Metrics]]:
-    """Returns `(state, batch) -> (state, metrics)`; metrics are scalars: loss, tokens, grad_norm before clipping."""
+    """Returns `(state, batch) -> (state, metrics)`; metrics are scalars: loss, tokens, grad_norm before clipping.
+
+    Where loss or grad_norm is not finite, the state returned is the one given: what led there can be looked at.
+    With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
+    """
+
+    def gradients(params: hk.Params, batch: dict):
+        (value, tokens), grads = jax.value_and_grad(functools.partial(losses, model), has_aux=True)(params, batch)
+        return (value, grads), tokens
+
+    if mesh is not None:
+        gradients = parallel.mean(gradients, mesh)
+
+    def apply(state: State, grads: hk.Params) -> State:
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, changes), opt_state)
 
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
-        def of_params(params):
-            return losses(model, params, batch)
-
-        (value, tokens), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        (value, grads), tokens = gradients(state.params, batch)
         metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
-        return State(optax.apply_updates(state.params, changes), opt_state), metrics
+        finite = jnp.isfinite(value) & jnp.isfinite(metrics["grad_norm"])
+        # A branch, not a selection, which would need the memory of both states.
+        return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics
 
     return update
 
@@ -74,7 +91,7 @@ class Compiled:
     Attributes:
       update: as `make_update` returns it; donates the state it is given.
       cost: lower_seconds (tracing, with the construction of static masks), compile_seconds, and from the compiler
-        temp_bytes, argument_bytes and output_bytes.
+        temp_bytes, argument_bytes, output_bytes, and alias_bytes, those of outputs that take an argument's place.
     """
 
     update: Callable[[State, dict], tuple[State, Metrics]]
@@ -97,5 +114,6 @@ def compile_update(update: Callable, state: State, batch: dict) -> Compiled:
             "temp_bytes": memory.temp_size_in_bytes,
             "argument_bytes": memory.argument_size_in_bytes,
             "output_bytes": memory.output_size_in_bytes,
+            "alias_bytes": memory.alias_size_in_bytes,
         },
     )
