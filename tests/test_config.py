@@ -175,7 +175,7 @@ REFUSED = [
     ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
     ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
     ({"aot.what": ("op", "model")}, r"aot.what=\('op', 'model'\): must be .*op, layer, step"),
-    ({"aot.topology": "v9:2x2"}, "aot.topology=v9: must be .*v4, v5e, v5p, v6e, tpu7x"),
+    ({"aot.topology": "v9:2x2"}, "aot.topology='v9': must be .*v4, v5e, v5p, v6e, tpu7x"),
     ({"attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
     ({"attention.out_groups": 3}, "attention.out_groups=3: must be a divisor of heads=4"),
     ({"rope.yarn_factor": 0.5}, "rope.yarn_factor=0.5: must be at least 1"),
