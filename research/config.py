@@ -11,7 +11,7 @@ import math
 import ml_collections
 
 from research.attention import backends
-from research.attention.spec import KINDS
+from research.attention.spec import KINDS, STAGES
 from research.data import packing_spec
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
@@ -63,6 +63,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.index_heads = 4
     config.attention.index_head_width = 32
     config.attention.sinks = True  # one learned sink per head
+    config.attention.csa_stage = "sparse"  # dense, warmup, sparse: `spec.STAGES`
+    config.attention.indexer_loss_weight = 1.0  # of the mean over CSA layers of `indexer_loss`; 0 leaves it out
 
     config.rope = ml_collections.ConfigDict()
     config.rope.theta = 10_000.0  # sliding layers
@@ -95,6 +97,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.train.eval_every = 100  # 0: only at the end
     config.train.eval_batches = 8
     config.train.checkpoint_every = 100  # 0: only at the end
+    config.train.start_from = ""  # id of a run below run.root, or its path: its parameters and moments are taken over
 
     config.bench = ml_collections.ConfigDict()
     config.bench.repeats = 5  # timed runs of each program, after one that is not
@@ -148,6 +151,8 @@ def effective(config: ml_collections.ConfigDict, platform: str | None = None) ->
         raise ConfigError(f"config.attention.{error}") from error
     if "csa" not in settings and config.attention.csa_schedule != "auto":
         raise _error("attention.csa_schedule", config.attention.csa_schedule, "auto: model.layers has no csa layer")
+    if "csa" not in settings and config.attention.csa_stage != "sparse":
+        raise _error("attention.csa_stage", config.attention.csa_stage, "sparse: model.layers has no csa layer")
     if set(settings) == {"csa"} and config.attention.schedule != "auto":
         raise _error("attention.schedule", config.attention.schedule, "auto: model.layers has only csa layers")
     return settings
@@ -199,6 +204,18 @@ def _check_attention(attention) -> None:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
+    _check_stage(attention)
+
+
+def _check_stage(attention) -> None:
+    _one_of("attention.csa_stage", attention.csa_stage, STAGES)
+    weight, default = attention.indexer_loss_weight, base_config().attention.indexer_loss_weight
+    if weight < 0:
+        raise _error("attention.indexer_loss_weight", weight, "0 or more")
+    if attention.csa_stage == "dense" and weight != default:
+        raise _error("attention.indexer_loss_weight", weight, f"{default} with csa_stage=dense, which has no such loss")
+    if attention.csa_stage == "warmup" and not weight:
+        raise _error("attention.indexer_loss_weight", weight, "positive with csa_stage=warmup, which trains nothing else")
 
 
 def _check_rope(rope) -> None:

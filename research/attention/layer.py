@@ -6,10 +6,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from research.attention import backends
+from research.attention import backends, indexer_loss
 from research.attention import rope as rope_lib
 from research.attention.compressor import Compressor
-from research.attention.indexer import Indexer
+from research.attention.indexer import Indexer, select
 from research.attention.linear import project, weight
 from research.attention.norms import RMSNorm
 from research.attention.spec import AttentionSpec, RopeSpec
@@ -29,11 +29,25 @@ class Attention(hk.Module):
         hidden: int,
         norm_eps: float,
         dtype: Any,
+        measure: bool = False,
         name: str = "attention",
     ):
-        """Args: `kind` is one of `spec.KINDS`, `hidden` the width E, `dtype` what matrices are multiplied in."""
+        """Settings.
+
+        Args:
+          spec: of all the model's layers.
+          rope: likewise.
+          kind: one of `spec.KINDS`.
+          hidden: the width E.
+          norm_eps: of all RMS norms.
+          dtype: what matrices are multiplied in.
+          measure: whether to measure what the indexer selects, too.
+          name: of the module.
+        """
         super().__init__(name=name)
         self.spec = spec
+        self.kind = kind
+        self.measure = measure
         self.visibility = spec.visibility(kind)
         self.options = spec.options(kind)
         self.freqs = rope_lib.frequencies(rope, spec.rope_width, compressed=kind != "sliding")
@@ -47,7 +61,7 @@ class Attention(hk.Module):
         positions: jax.Array,
         segments: jax.Array | None = None,
         prepared: jax.Array | None = None,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, dict[str, indexer_loss.Mean]]:
         """Attends.
 
         Args:
@@ -57,7 +71,8 @@ class Attention(hk.Module):
           prepared: what the backend's `prepare` made of the same visibility, segments and options, if anything.
 
         Returns:
-          [B, S, E] in the layer's dtype; 0 where nothing is seen.
+          [B, S, E] in the layer's dtype, 0 where nothing is seen; and of CSA's indexer what `indexer_loss.measure` says
+          when measuring, its "kl" alone when it is trained, else nothing.
 
         Raises:
           ValueError: an argument's shape or dtype is not as above.
@@ -72,14 +87,21 @@ class Attention(hk.Module):
         q_BxSxHxD = q_BxSxHxD.reshape(batch, seq_len, spec.heads, spec.head_width)
         q_BxSxHxD = RMSNorm(self.norm_eps, create_scale=False, name="head_norm")(q_BxSxHxD)
         local_BxSxD = RMSNorm(self.norm_eps, name="kv_norm")(project("kv", x_BxSxE, spec.head_width))
-        compressed_BxCxD, selected = self._compress(x_BxSxE, low_rank_q, positions, segments)
-
-        out_BxSxHxD = backends.get(spec.backend).attend(
+        documents = jnp.zeros(positions.shape, jnp.int32) if segments is None else segments
+        heads = indexer_loss.Heads(
             rope_lib.rotate(q_BxSxHxD, positions, self.freqs),
             rope_lib.rotate(local_BxSxD, positions, self.freqs),
-            compressed_BxCxD,
+            self._compress(x_BxSxE, positions, documents),
+            hk.get_parameter("sinks", [spec.heads], jnp.float32, jnp.zeros) if spec.sinks else None,
+        )
+        selected, of_indexer = self._select(x_BxSxE, low_rank_q, positions, documents, heads)
+
+        out_BxSxHxD = backends.get(spec.backend).attend(
+            heads.q,
+            heads.local,
+            heads.compressed,
             visibility=self.visibility,
-            sinks=hk.get_parameter("sinks", [spec.heads], jnp.float32, jnp.zeros) if spec.sinks else None,
+            sinks=heads.sinks,
             segments=segments,
             selected=selected,
             options=self.options,
@@ -91,23 +113,34 @@ class Attention(hk.Module):
         groups = out_BxSxHxD.reshape(batch, seq_len, spec.out_groups, group_width)
         down = weight("out_down", (spec.out_groups, group_width, spec.out_rank)).astype(self.dtype)
         mixed = jnp.einsum("bsgi,gir->bsgr", groups, down).reshape(batch, seq_len, -1)
-        return project("out_up", mixed, self.hidden)
+        return project("out_up", mixed, self.hidden), of_indexer
 
     @hk.transparent
-    def _compress(self, x_BxSxE, low_rank_q, positions, segments):
-        """The entries [B, C, D], and for CSA the indexer's choice among them."""
-        spec, visibility = self.spec, self.visibility
-        if visibility.kind == "sliding":
-            return jnp.zeros((x_BxSxE.shape[0], 0, spec.head_width), self.dtype), None
-        if segments is None:
-            segments = jnp.zeros(positions.shape, jnp.int32)
+    def _compress(self, x_BxSxE, positions, segments):
+        """The entries [B, C, D]."""
+        if self.kind == "sliding":
+            return jnp.zeros((x_BxSxE.shape[0], 0, self.spec.head_width), self.dtype)
         shared = {"norm_eps": self.norm_eps, "freqs": self.freqs}
-        compress = Compressor(visibility.ratio, spec.head_width, overlap=visibility.kind == "csa", **shared)
-        entries_BxCxD = compress(x_BxSxE, positions, segments)
-        if visibility.kind == "hca":
-            return entries_BxCxD, None
-        select = Indexer(visibility, spec.index_heads, spec.index_head_width, **shared)
-        return entries_BxCxD, select(x_BxSxE, low_rank_q, positions, segments)
+        compress = Compressor(self.visibility.ratio, self.spec.head_width, overlap=self.kind == "csa", **shared)
+        return compress(x_BxSxE, positions, segments)
+
+    @hk.transparent
+    def _select(self, x_BxSxE, low_rank_q, positions, segments, heads):
+        """The indexer's choice, bool [B, S, C] or None where all entries are attended; and what is said of it."""
+        spec = self.spec
+        if self.kind != "csa":
+            return None, {}
+        # In every stage, for a checkpoint of one starts the next.
+        project_index = Indexer(
+            spec.csa_ratio, spec.index_heads, spec.index_head_width, norm_eps=self.norm_eps, freqs=self.freqs
+        )
+        index = project_index(x_BxSxE, low_rank_q, positions, segments)
+        selected = select(index, spec.selection, segments) if spec.selects else None
+        if self.measure:
+            return selected, indexer_loss.measure(index, heads, spec.selection, segments, selected)
+        if spec.trains_indexer:
+            return selected, {"kl": indexer_loss.loss(index, heads, spec.selection, segments, selected)}
+        return selected, {}
 
 
 def _check(x, positions, segments, hidden: int) -> None:

@@ -8,6 +8,30 @@ import orbax.checkpoint as ocp
 
 from research.training.step import State
 
+FOLDER = "checkpoints"  # of a run's own
+
+
+def newest(folder: pathlib.Path, like: State) -> State:
+    """The state at the newest checkpoint of another run.
+
+    Args:
+      folder: the run's.
+      like: gives the tree, shapes, dtypes and shardings.
+
+    Raises:
+      ValueError: there is none, or its state is of another shape.
+    """
+    steps = list((folder / FOLDER).glob("[0-9]*"))  # looked at first, for `Checkpoints` would make the folder
+    if not steps:
+        raise ValueError(f"{folder} holds no checkpoints; must be the id of a run in the same run.root, or its path")
+    saved = Checkpoints(folder / FOLDER)
+    try:
+        return saved.restore(saved.latest(), like)[0]
+    except ValueError as error:  # of orbax, many lines long
+        raise ValueError(f"{folder}: {str(error).splitlines()[0]}") from error
+    finally:
+        saved.close()
+
 
 class Checkpoints:
     """The newest checkpoint of a run; the one before is removed once it is whole on the disk."""

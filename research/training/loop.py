@@ -40,17 +40,19 @@ def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich
     tracking.write_json(folder / tracking.ENVIRONMENT, tracking.environment(data.describe()))
     report.show_run(console, folder, config, state.params, effective)
 
-    saved = checkpoints.Checkpoints(folder / "checkpoints")
+    saved = checkpoints.Checkpoints(folder / checkpoints.FOLDER)
     iterator = data.train_iterator()
     done = saved.latest()
     if done:
         state, position = saved.restore(done, state)
         iterator.set_state(position)
         console.print(f"resumed after step {done}")
+    elif config.train.start_from:
+        state = _start_from(config, state)
     tracking.drop_rows_after(folder, done)
     shapes = next(data.validation_batches(1))
-    compiled = step_lib.compile_update(step_lib.make_update(model, updates), state, shapes)
-    losses = jax.jit(functools.partial(step_lib.losses, model))
+    compiled = step_lib.compile_update(step_lib.make_update(model, updates, spec.attention), state, shapes)
+    losses = jax.jit(functools.partial(step_lib.losses, language_model.build(spec, measure=True)))
 
     with tracking.Tracker(folder, config) as tracker, report.progress(console, done, config.train.steps) as advance:
         meter = _Meter()
@@ -93,14 +95,28 @@ def _read(config: ml_collections.ConfigDict) -> data_lib.Data:
         raise config_lib.ConfigError(str(error)) from error
 
 
+def _start_from(config: ml_collections.ConfigDict, state: step_lib.State) -> step_lib.State:
+    """The parameters and the optimizer's memory of another run, at the beginning of this one's schedule."""
+    try:
+        state = checkpoints.newest(pathlib.Path(config.run.root) / config.train.start_from, state)
+    except ValueError as error:
+        raise config_lib.ConfigError(f"config.train.start_from={config.train.start_from!r}: {error}") from error
+    return state._replace(opt_state=optimizer.restarted(state.opt_state))
+
+
 def _evaluate(losses, params, data, batches: int, step: int) -> dict[str, float]:
-    """Mean loss over the real tokens of the first validation batches."""
-    total, count = 0.0, 0
+    """Means over the first validation batches: the loss, and what the indexers select, as far as it can be told."""
+    total, count, of_indexers = 0.0, 0, []
     for batch in data.validation_batches(batches):
-        loss, tokens = losses(params, batch)
+        loss, tokens, of_batch = jax.device_get(losses(params, batch))
         total, count = total + loss.item() * tokens.item(), count + tokens.item()
+        of_indexers.append(of_batch)
     _require_finite("validation loss", total, step)
-    return {"val_loss": total / count, "val_bits_per_byte": loss_lib.bits_per_byte(total / count)}
+    row = {"val_loss": total / count, "val_bits_per_byte": loss_lib.bits_per_byte(total / count)}
+    for name, mean in jax.tree.map(lambda *x: sum(leaf.item() for leaf in x), *of_indexers).items():
+        if mean.count:
+            row[f"val_indexer_{name}"] = mean.total / mean.count
+    return row
 
 
 def _due(step: int, every: int) -> bool:
@@ -138,8 +154,7 @@ def _outcome(rows: list[dict[str, float]]) -> dict[str, float]:
     return {
         "steps": last["step"],
         "final_loss": last["loss"],
-        "val_loss": last["val_loss"],
-        "val_bits_per_byte": last["val_bits_per_byte"],
+        **{name: value for name, value in last.items() if name.startswith("val_")},
         "step_seconds": statistics.median(row["step_seconds"] for row in steady),
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steady),
     }

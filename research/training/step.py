@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from research.attention import backends
+from research.attention.indexer_loss import Mean
+from research.attention.spec import AttentionSpec
 from research.model import language_model
 from research.model.spec import ModelSpec
 from research.training import loss
+from research.training import optimizer as optimizer_lib
 
 Metrics = dict[str, jax.Array]
 
@@ -44,24 +47,47 @@ def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) ->
     return jax.jit(create)(jax.random.key(seed))
 
 
-def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
-    """Mean loss over the batch's real tokens, and their number; see `loss.cross_entropy`."""
-    logits = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
-    return loss.cross_entropy(logits, batch["targets"], batch["segments"])
+def losses(
+    model: hk.Transformed, params: hk.Params, batch: dict
+) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
+    """Mean loss over the batch's real tokens, their number, and what the model says of its indexers.
+
+    See `loss.cross_entropy` and `research.attention.indexer_loss`.
+    """
+    logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), of_indexers
 
 
 def make_update(
-    model: hk.Transformed, optimizer: optax.GradientTransformation
+    model: hk.Transformed, optimizer: optax.GradientTransformation, attention: AttentionSpec
 ) -> Callable[[State, dict], tuple[State, Metrics]]:
-    """Returns `(state, batch) -> (state, metrics)`; metrics are scalars: loss, tokens, grad_norm before clipping."""
+    """Returns `(state, batch) -> (state, metrics)`.
+
+    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
+    tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
+    before clipping, of all that learns.
+    """
+    trains = optimizer_lib.trains(attention)
+
+    def gradients(params: hk.Params, batch: dict):
+        trained, fixed = hk.data_structures.partition(lambda module, *_: trains[optimizer_lib.group(module)], params)
+
+        def of_trained(trained):
+            value, tokens, of_indexers = losses(model, hk.data_structures.merge(trained, fixed), batch)
+            means = {"loss": value}
+            if "kl" in of_indexers:
+                total, count = of_indexers["kl"]
+                means["indexer_kl"] = total / jnp.maximum(count, 1)
+                value += attention.indexer_loss_weight * means["indexer_kl"]
+            return value, (means, tokens)
+
+        grads, (means, tokens) = jax.grad(of_trained, has_aux=True)(trained)
+        return hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed)), means, tokens
 
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
-        def of_params(params):
-            return losses(model, params, batch)
-
-        (value, tokens), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
+        grads, means, tokens = gradients(state.params, batch)
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
+        metrics = {**means, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
         return State(optax.apply_updates(state.params, changes), opt_state), metrics
 
     return update

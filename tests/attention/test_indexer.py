@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from research.attention.indexer import Indexer, index_scores, membership, visible_entries
+from research.attention.indexer import Index, Indexer, index_scores, select
 from research.attention.rope import frequencies
 from research.attention.visibility import CompressedSparse
 from tests.parity.cases import NORM_EPS, ROPE
