@@ -215,7 +215,9 @@ def _check_stage(attention) -> None:
     if attention.csa_stage == "dense" and weight != default:
         raise _error("attention.indexer_loss_weight", weight, f"{default} with csa_stage=dense, which has no such loss")
     if attention.csa_stage == "warmup" and not weight:
-        raise _error("attention.indexer_loss_weight", weight, "positive with csa_stage=warmup, which trains nothing else")
+        raise _error(
+            "attention.indexer_loss_weight", weight, "positive with csa_stage=warmup, which trains nothing else"
+        )
 
 
 def _check_rope(rope) -> None:

@@ -1,5 +1,6 @@
 """Which entries a CSA query may select and which it does, as booleans [S, C] or as indices [S, K]."""
 
+import math
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ def indices(selected: jax.Array, places: int) -> jax.Array:
       int32 [..., places].
     """
     entries = selected.shape[-1]
-    rows = selected.reshape(-1, entries)
+    rows = selected.reshape(math.prod(selected.shape[:-1]), entries)
     place = jnp.where(rows, jnp.cumsum(rows, axis=-1, dtype=jnp.int32) - 1, places)
     nowhere = jnp.full((len(rows), places), entries, jnp.int32)
     entry = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32), rows.shape)

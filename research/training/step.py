@@ -47,9 +47,7 @@ def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) ->
     return jax.jit(create)(jax.random.key(seed))
 
 
-def losses(
-    model: hk.Transformed, params: hk.Params, batch: dict
-) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
+def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
     """Mean loss over the batch's real tokens, their number, and what the model says of its indexers.
 
     See `loss.cross_entropy` and `research.attention.indexer_loss`.

@@ -46,9 +46,7 @@ def test_the_indexer_selects_the_same_entries(reference, seq_len):
     def forward(x, low_rank_q):
         freqs = frequencies(cases.YARN, spec.rope_width, compressed=True)
         positions = jnp.arange(seq_len, dtype=jnp.int32)[None]
-        indexer = Indexer(
-            spec.csa_ratio, spec.index_heads, spec.index_head_width, norm_eps=cases.NORM_EPS, freqs=freqs
-        )
+        indexer = Indexer(spec.csa_ratio, spec.index_heads, spec.index_head_width, norm_eps=cases.NORM_EPS, freqs=freqs)
         segments = jnp.zeros_like(positions)
         return select(indexer(x, low_rank_q, positions, segments), spec.selection, segments)
 
