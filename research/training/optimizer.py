@@ -64,10 +64,13 @@ def trains(attention: AttentionSpec) -> dict[str, bool]:
 def restarted(opt_state: optax.OptState) -> optax.OptState:
     """The same state, moments and all, at the beginning of the learning rate's schedule."""
 
-    def of_schedule(path, _):
-        return getattr(path[-1], "tuple_name", "") == "ScaleByScheduleState"
+    def is_schedule(node):
+        return isinstance(node, optax.ScaleByScheduleState)
 
-    return optax.tree.set(opt_state, of_schedule, count=jnp.zeros([], jnp.int32))
+    def restart(node):
+        return node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node
+
+    return jax.tree.map(restart, opt_state, is_leaf=is_schedule)
 
 
 def _kept(inner: optax.GradientTransformation) -> optax.GradientTransformation:

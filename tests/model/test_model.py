@@ -149,7 +149,11 @@ def test_remat_does_not_change_gradients():
     gradients, params = jax.jit(jax.grad(loss), static_argnums=1), parameters(layers=layers)
     with_remat, without = gradients(params, "block"), gradients(params, "none")
     jax.tree.map(lambda actual, expected: assert_close(actual, expected, 1e-5), with_remat, without)
-    assert str(jax.make_jaxpr(loss, static_argnums=1)(params, "block")).count("remat") == 1
+
+    def recomputed(remat):  # the scores of the indexer always are, head by head
+        return str(jax.make_jaxpr(loss, static_argnums=1)(params, remat)).count("remat")
+
+    assert recomputed("block") == recomputed("none") + 1
 
 
 def test_past_does_not_depend_on_the_future():
