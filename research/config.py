@@ -11,7 +11,7 @@ import math
 import ml_collections
 
 from research.attention import backends
-from research.attention.spec import KINDS
+from research.attention.spec import KINDS, STAGES
 from research.data import packing_spec
 from research.measure import chips
 from research.model import spec as model_spec
@@ -54,6 +54,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.block_kv_dkv_compute = 0
     config.attention.dq_reduction_steps = 0
     config.attention.heads_per_call = 0  # splash: heads that a call of the kernel serves; 0 is all
+    config.attention.heads_at_once = 0  # heads that a layer computes at a time, recomputing them backward; 0 is all
     config.attention.vmem_limit_kib = 0  # splash on a TPU: vector memory that a kernel may take
     config.attention.window = 128
     config.attention.hca_ratio = 128
@@ -68,6 +69,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.index_heads = 4
     config.attention.index_head_width = 32
     config.attention.sinks = True  # one learned sink per head
+    config.attention.csa_stage = "sparse"  # dense, warmup, sparse: `spec.STAGES`
+    config.attention.indexer_loss_weight = 1.0  # of the mean over CSA layers of `indexer_loss`; 0 leaves it out
 
     config.rope = ml_collections.ConfigDict()
     config.rope.theta = 10_000.0  # sliding layers
@@ -102,6 +105,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.train.checkpoint_every = 100  # 0: only at the end and when a signal stops the run
     config.train.keep_last = 2  # newest checkpoints that are kept
     config.train.keep_best = 1  # kept beside them: lowest validation loss, of checkpoints at a step that validates
+    config.train.start_from = ""  # id of a run below run.root, or its path: its parameters and moments are taken over
 
     config.profile = ml_collections.ConfigDict()
     config.profile.steps = 0  # traced into the run's folder, after the first ones, which warm up
@@ -150,11 +154,17 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
     _check_training(config)
     _check_distributed(config.distributed)
     settings = effective(config, platform)
-    if config.model.remat != "none" and any(layer.get("interpreted") for layer in settings.values()):
-        raise NotImplementedError(
-            f"config.model.remat={config.model.remat}: the interpreted splash kernel cannot be recomputed; "
-            "use none here, or another backend"
+    if any(layer.get("interpreted") for layer in settings.values()):
+        recomputed = (
+            ("model.remat", config.model.remat, "none"),
+            ("attention.heads_at_once", config.attention.heads_at_once, 0),
         )
+        for name, setting, off in recomputed:
+            if setting != off:
+                raise NotImplementedError(
+                    f"config.{name}={setting}: the interpreted splash kernel cannot be recomputed; "
+                    f"use {off} here, or another backend"
+                )
 
 
 def effective(config: ml_collections.ConfigDict, platform: str | None = None) -> dict[str, backends.Effective]:
@@ -169,6 +179,8 @@ def effective(config: ml_collections.ConfigDict, platform: str | None = None) ->
         raise ConfigError(f"config.attention.{error}") from error
     if "csa" not in settings and config.attention.csa_schedule != "auto":
         raise _error("attention.csa_schedule", config.attention.csa_schedule, "auto: model.layers has no csa layer")
+    if "csa" not in settings and config.attention.csa_stage != "sparse":
+        raise _error("attention.csa_stage", config.attention.csa_stage, "sparse: model.layers has no csa layer")
     if set(settings) == {"csa"} and config.attention.schedule != "auto":
         raise _error("attention.schedule", config.attention.schedule, "auto: model.layers has only csa layers")
     return settings
@@ -224,6 +236,27 @@ def _check_attention(attention) -> None:
         raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
+    at_once, least = attention.heads_at_once, attention.heads // attention.out_groups
+    if at_once and (at_once < 0 or attention.heads % at_once or at_once % least):
+        raise _error(
+            "attention.heads_at_once", at_once, f"0 (all), or divide {attention.heads} by a multiple of {least}"
+        )
+    if at_once and attention.heads_per_call > at_once:
+        raise _error("attention.heads_per_call", attention.heads_per_call, f"at most heads_at_once={at_once}")
+    _check_stage(attention)
+
+
+def _check_stage(attention) -> None:
+    _one_of("attention.csa_stage", attention.csa_stage, STAGES)
+    weight, default = attention.indexer_loss_weight, base_config().attention.indexer_loss_weight
+    if weight < 0:
+        raise _error("attention.indexer_loss_weight", weight, "0 or more")
+    if attention.csa_stage == "dense" and weight != default:
+        raise _error("attention.indexer_loss_weight", weight, f"{default} with csa_stage=dense, which has no such loss")
+    if attention.csa_stage == "warmup" and not weight:
+        raise _error(
+            "attention.indexer_loss_weight", weight, "positive with csa_stage=warmup, which trains nothing else"
+        )
 
 
 def _check_rope(rope) -> None:

@@ -168,10 +168,30 @@ REFUSED = [
         {**SPLASH, "attention.block_kv": 256, "attention.block_kv_compute": 512},
         "attention.block_kv_compute=512: must divide block_kv=256",
     ),
+    ({"attention.csa_stage": "warm"}, "attention.csa_stage='warm': must be one of dense, warmup, sparse"),
+    (
+        {"attention.csa_stage": "dense", "model.layers": ("hca",)},
+        "attention.csa_stage=dense: must be sparse: model.layers has no csa layer",
+    ),
+    ({"attention.indexer_loss_weight": -1.0}, "attention.indexer_loss_weight=-1.0: must be 0 or more"),
+    (
+        {"attention.csa_stage": "dense", "attention.indexer_loss_weight": 0.5},
+        "attention.indexer_loss_weight=0.5: must be 1.0 with csa_stage=dense, which has no such loss",
+    ),
+    (
+        {"attention.csa_stage": "warmup", "attention.indexer_loss_weight": 0.0},
+        "attention.indexer_loss_weight=0.0: must be positive with csa_stage=warmup, which trains nothing else",
+    ),
     ({"attention.rope_width": 15}, "attention.rope_width=15: must be even"),
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
     ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or a divisor of 4"),
+    ({"attention.heads_at_once": 1}, r"attention.heads_at_once=1: must be 0 \(all\), or divide 4 by a multiple of 2"),
+    ({"attention.heads_at_once": -2}, "attention.heads_at_once=-2: must be 0"),
+    (
+        {"attention.heads_at_once": 2, "attention.heads_per_call": 4},
+        "attention.heads_per_call=4: must be at most heads_at_once=2",
+    ),
     ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
     ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
     ({"aot.what": ("op", "model")}, r"aot.what=\('op', 'model'\): must be .*op, layer, step"),
@@ -234,7 +254,7 @@ def test_impossible_setting_is_named_with_what_is_allowed(overrides, message):
 
 def test_every_number_has_a_bad_value_above():
     free = {"attention.sinks", "data.align_starts", "data.path", "model.tied_head", "run.id", "run.root"}
-    free |= {"wandb.project"}  # any text or truth value will do
+    free |= {"wandb.project", "train.start_from"}  # any text or truth value will do
     refused = {re.match(r"[a-z0-9_.]+", message.replace("\\", ""))[0] for _, message in REFUSED}
     alike = {f"attention.{name}" for name in backends.Options.__dataclass_fields__ if name.startswith("block_")}
     assert set(experiment.field_names(base_config())) == refused | free | alike

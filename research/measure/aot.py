@@ -243,7 +243,7 @@ def _layer(point, config, spec, effective) -> dict[str, Program]:
 
     @hk.transform
     def layer(x, positions):
-        return Attention(spec.attention, spec.rope, kind, spec.hidden, spec.norm_eps, spec.dtype)(x, positions)
+        return Attention(spec.attention, spec.rope, kind, spec.hidden, spec.norm_eps, spec.dtype)(x, positions)[0]
 
     x = jax.ShapeDtypeStruct((point.batch, point.seq_len, spec.hidden), spec.dtype)
     positions = jax.ShapeDtypeStruct((point.batch, point.seq_len), jnp.int32)
@@ -263,7 +263,7 @@ def _step(point, config, spec, effective) -> dict[str, Program]:
     state = jax.eval_shape(lambda: step_lib.init(spec, optimizer, 0))
     tokens = jax.ShapeDtypeStruct((point.batch, point.seq_len), jnp.int32)
     batch = dict.fromkeys(("inputs", "targets", "positions", "segments"), tokens)
-    update = step_lib.make_update(language_model.build(spec), optimizer)
+    update = step_lib.make_update(language_model.build(spec), optimizer, spec.attention)
     cost = _attention_cost(point, spec, effective)
     unused = () if spec.tied_head else ("embed",)
     cost += roofline.of_matrices(state.params, point.batch * point.seq_len, passes=3, unused=unused)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from research import errors
-from research.attention import backends, indexer
+from research.attention import backends, selection
 from research.attention.visibility import Visibility
 from research.measure.masks import visible_pairs
 
@@ -150,8 +150,8 @@ def arguments(point: Point) -> tuple[dict[str, jax.Array], jax.Array | None]:
     found["sinks"] = jnp.zeros(point.heads)
     selected = None
     if point.visibility.kind == "csa":
-        visible = indexer.visible_entries(point.visibility, jnp.zeros((point.batch, point.seq_len), jnp.int32))
-        selected = indexer.membership(jax.random.uniform(keys[3], visible.shape), visible, point.visibility.top_k)
+        visible = selection.visible_entries(point.visibility, jnp.zeros((point.batch, point.seq_len), jnp.int32))
+        selected = selection.membership(jax.random.uniform(keys[3], visible.shape), visible, point.visibility.top_k)
     return found, selected
 
 

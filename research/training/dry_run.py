@@ -41,7 +41,7 @@ def dry_run(config: ml_collections.ConfigDict, console: rich.console.Console) ->
     per_token = flops.per_token(spec, config.data.seq_len, state.params)
     console.print(f"FLOPs of training: {per_token:.4g} a token, {per_token * batch['inputs'].size:.4g} a step")
     with trainer.in_memory(config, "compiling the step"):
-        compiled = step_lib.compile_update(step_lib.make_update(model, updates, mesh), state, batch)
+        compiled = step_lib.compile_update(step_lib.make_update(model, updates, spec.attention, mesh), state, batch)
     report.show_memory(console, state, batch, compiled.cost)
 
 

@@ -16,19 +16,20 @@ def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
 
     6 for every parameter that the token is multiplied with, and 12 times heads times head width for every key that it
     sees: two products forward and four backward, recomputation not counted (PaLM, arXiv 2204.02311, appendix B, with
-    the pairs that are visible in place of all). The indexer counts forward alone, for the language model's loss gives
-    it no gradient. Packed documents see fewer keys; norms, RoPE, softmax and pooling are left out.
+    the pairs that are visible in place of all). The indexer counts forward alone in a stage that does not train it; the
+    attention that its loss compares it with is not counted. Packed documents see fewer keys; norms, RoPE, softmax and
+    pooling are left out.
 
     Args:
       spec: the model.
       seq_len: tokens per row.
       params: its parameters, or their shapes.
     """
-    flops = 0.0
+    flops, of_indexer = 0.0, 6 if spec.attention.trains_indexer else 2
     for module, name, value in hk.data_structures.traverse(params):
         looked_up = name == "embeddings" and not spec.tied_head
         if name not in _NOT_MULTIPLIED and not looked_up:
-            flops += (2 if "/indexer" in module else 6) * value.size
+            flops += (of_indexer if "/indexer" in module else 6) * value.size
     attention = spec.attention
     for kind in spec.layers:
         visibility = attention.visibility(kind)
@@ -37,7 +38,7 @@ def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
         if kind == "csa":
             entries = HeavilyCompressed(visibility.window, visibility.ratio)
             scored = visible_pairs(entries, seq_len) - visible_pairs(SlidingWindow(visibility.window), seq_len)
-            flops += spec.repeats * 2 * scored / seq_len * attention.index_heads * attention.index_head_width
+            flops += spec.repeats * of_indexer * scored / seq_len * attention.index_heads * attention.index_head_width
     return flops
 
 

@@ -13,7 +13,7 @@ from research import config as config_lib
 from research import errors, tracking
 from research.config import ConfigError
 from research.training import flops, inspection, profile, report
-from research.training.checkpoints import Checkpoints
+from research.training.checkpoints import FOLDER, Checkpoints
 from research.training.interruption import Interruption
 from research.training.loss import bits_per_byte
 from research.training.trainer import Trainer
@@ -32,11 +32,13 @@ def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich
     trainer = Trainer(config)
     report.show_run(console, config, trainer.state.params, trainer.effective)
     console.print(f"run folder: {folder}", soft_wrap=True)
-    kept = Checkpoints(folder / "checkpoints", config.train.keep_last, config.train.keep_best)
+    kept = Checkpoints(folder / FOLDER, config.train.keep_last, config.train.keep_best)
     with Interruption() as interruption, kept as checkpoints:
         if restored := checkpoints.restore(trainer.state):
             trainer.restore(*restored)
             console.print(f"resumed after step {trainer.done}")
+        elif config.train.start_from:
+            trainer.start_from(pathlib.Path(config.run.root) / config.train.start_from)
         _record_start(folder, config, trainer)
         trainer.compile()
         with tracking.Tracker(folder, config) as tracker:
@@ -91,8 +93,8 @@ def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance)
             if evaluating or _due(step, config.train.log_every):
                 row |= {"bits_per_byte": bits_per_byte(row["loss"]), **meter.read()}
                 if evaluating:
-                    nats = trainer.evaluate(config.train.eval_batches)
-                    row |= {"val_loss": nats, "val_bits_per_byte": bits_per_byte(nats)}
+                    row |= {f"val_{name}": value for name, value in trainer.evaluate(config.train.eval_batches).items()}
+                    row["val_bits_per_byte"] = bits_per_byte(row["val_loss"])
                     _require_finite(row, step, folder, trainer)
                 tracker.log(step, row)
             if last or _due(step, config.train.checkpoint_every):
@@ -159,7 +161,6 @@ def _outcome(rows: list[dict[str, float]]) -> dict[str, float]:
     return {
         "steps": last["step"],
         "final_loss": last["loss"],
-        "val_loss": last["val_loss"],
-        "val_bits_per_byte": last["val_bits_per_byte"],
+        **{name: value for name, value in last.items() if name.startswith("val_")},
         **typical,
     }

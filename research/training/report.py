@@ -81,6 +81,7 @@ def progress(console: rich.console.Console, done: int, steps: int) -> Iterator[C
 _SHOWN = {
     "loss": "loss {:.3f}",
     "bits_per_byte": "{:.3f} bits/byte",
+    "indexer_kl": "indexer {:.3f} nats",
     "val_bits_per_byte": "validation {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "{:.1%} MFU",

@@ -1,7 +1,6 @@
 """One update of the parameters, compiled explicitly so that what the compiler says of it can be recorded."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,10 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from research.attention import backends
+from research.attention.indexer_loss import Mean
+from research.attention.spec import AttentionSpec
 from research.model import language_model
 from research.model.spec import ModelSpec
 from research.parallel import batch as parallel
 from research.training import loss
+from research.training import optimizer as optimizer_lib
 
 Metrics = dict[str, jax.Array]
 
@@ -48,24 +50,43 @@ def init(
     return jax.jit(create, out_shardings=sharding)(jax.random.key(seed))
 
 
-def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
-    """Mean loss over the batch's real tokens, and their number; see `loss.cross_entropy`."""
-    logits = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
-    return loss.cross_entropy(logits, batch["targets"], batch["segments"])
+def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
+    """Mean loss over the batch's real tokens, their number, and what the model says of its indexers.
+
+    See `loss.cross_entropy` and `research.attention.indexer_loss`.
+    """
+    logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), of_indexers
 
 
 def make_update(
-    model: hk.Transformed, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh | None = None
+    model: hk.Transformed,
+    optimizer: optax.GradientTransformation,
+    attention: AttentionSpec,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[[State, dict], tuple[State, Metrics]]:
-    """Returns `(state, batch) -> (state, metrics)`; metrics are scalars: loss, tokens, grad_norm before clipping.
+    """Returns `(state, batch) -> (state, metrics)`.
 
-    Where loss or grad_norm is not finite, the state returned is the one given: what led there can be looked at.
-    With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
+    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
+    tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
+    before clipping, of all that learns. Where loss or grad_norm is not finite, the state returned is the one given:
+    what led there can be looked at. With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
     """
+    trains = optimizer_lib.trains(attention)
 
     def gradients(params: hk.Params, batch: dict):
-        (value, tokens), grads = jax.value_and_grad(functools.partial(losses, model), has_aux=True)(params, batch)
-        return (value, grads), tokens
+        trained, fixed = hk.data_structures.partition(lambda module, *_: trains[optimizer_lib.group(module)], params)
+
+        def of_trained(trained):
+            loss_value, tokens, of_indexers = losses(model, hk.data_structures.merge(trained, fixed), batch)
+            value = loss_value
+            if "kl" in of_indexers:
+                value += attention.indexer_loss_weight * of_indexers["kl"].mean()
+            return value, (loss_value, tokens, of_indexers)
+
+        grads, (loss_value, tokens, of_indexers) = jax.grad(of_trained, has_aux=True)(trained)
+        grads = hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))
+        return (loss_value, grads), tokens, of_indexers
 
     if mesh is not None:
         gradients = parallel.mean(gradients, mesh)
@@ -75,8 +96,9 @@ def make_update(
         return State(optax.apply_updates(state.params, changes), opt_state)
 
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
-        (value, grads), tokens = gradients(state.params, batch)
+        (value, grads), tokens, of_indexers = gradients(state.params, batch)
         metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
+        metrics |= {f"indexer_{name}": mean.mean() for name, mean in of_indexers.items()}
         finite = jnp.isfinite(value) & jnp.isfinite(metrics["grad_norm"])
         # A branch, not a selection, which would need the memory of both states.
         return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pathlib
 import time
 from typing import Any
 
@@ -11,11 +12,13 @@ import ml_collections
 from research import config as config_lib
 from research import data as data_lib
 from research import errors
+from research.config import ConfigError
 from research.model import language_model
 from research.model import spec as model_spec
 from research.parallel import batch as parallel
 from research.training import flops, optimizer
 from research.training import step as step_lib
+from research.training.checkpoints import newest
 
 
 class Trainer:
@@ -55,15 +58,30 @@ class Trainer:
         self.done, self.state = done, state
         self.iterator.set_state(iterator)
 
+    def start_from(self, folder: pathlib.Path) -> None:
+        """Takes over the parameters and the optimizer's memory of another run, at the beginning of the schedule.
+
+        Raises:
+          ConfigError: the folder holds no checkpoint that is whole, or one of another shape.
+        """
+        state = newest(folder, self.state)
+        if state is None:
+            raise ConfigError(
+                f"config.train.start_from={self._config.train.start_from!r}: {folder} holds no checkpoint; must be the "
+                "id of a run in the same run.root, or its path"
+            )
+        self.state = state._replace(opt_state=optimizer.restarted(state.opt_state))
+
     def compile(self) -> None:
         """Compiles the update, and learns its `cost`."""
         shapes = parallel.distribute(next(self.data.validation_batches(1)), self._mesh)
-        update = step_lib.make_update(self._model, self._optimizer, self._mesh)
+        update = step_lib.make_update(self._model, self._optimizer, self.spec.attention, self._mesh)
         with in_memory(self._config, "compiling the step"):
             compiled = step_lib.compile_update(update, self.state, shapes)
         flops_per_token = flops.per_token(self.spec, self._config.data.seq_len, self.state.params)
         self._update, self.cost = compiled.update, compiled.cost | {"flops_per_token": flops_per_token}
-        self._losses = jax.jit(parallel.mean(functools.partial(step_lib.losses, self._model), self._mesh))
+        measuring = language_model.build(self.spec, measure=True)
+        self._losses = jax.jit(parallel.mean(functools.partial(step_lib.losses, measuring), self._mesh))
 
     def update(self) -> tuple[dict[str, float], float, float]:
         """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.
@@ -80,14 +98,20 @@ class Trainer:
         self.done += 1
         return row, fetched - start, time.perf_counter() - fetched
 
-    def evaluate(self, batches: int) -> float:
-        """Mean loss over the real tokens of the first validation batches."""
-        total, count = 0.0, 0
+    def evaluate(self, batches: int) -> dict[str, float]:
+        """Means over the first validation batches: the loss, and what is known of the indexers, `indexer_...`."""
+        total, count, of_indexers = 0.0, 0, []
         with in_memory(self._config, "validation"):
             for batch in self.data.validation_batches(batches):
-                loss, tokens = self._losses(self.state.params, parallel.distribute(batch, self._mesh))
+                found = self._losses(self.state.params, parallel.distribute(batch, self._mesh))
+                loss, tokens, of_batch = jax.device_get(found)
                 total, count = total + loss.item() * tokens.item(), count + tokens.item()
-        return total / count
+                of_indexers.append(of_batch)
+        means = {"loss": total / count}
+        for name, mean in jax.tree.map(lambda *x: sum(leaf.item() for leaf in x), *of_indexers).items():
+            if mean.count:
+                means[f"indexer_{name}"] = mean.total / mean.count
+        return means
 
 
 def in_memory(config: ml_collections.ConfigDict, doing: str) -> contextlib.AbstractContextManager[None]:

@@ -20,7 +20,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def attention(kind: str, spec=SMALL, dtype=jnp.float32) -> hk.Transformed:
     def forward(x, positions, segments=None):
-        return Attention(spec, ROPE, kind, HIDDEN, NORM_EPS, dtype)(x, positions, segments)
+        return Attention(spec, ROPE, kind, HIDDEN, NORM_EPS, dtype)(x, positions, segments)[0]
 
     return hk.without_apply_rng(hk.transform(forward))
 
