@@ -47,6 +47,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.attention.index_heads = 64
     config.attention.index_head_width = 128
     config.attention.top_k = 512
+    config.attention.indexer_loss_weight = 0.0  # as in the layers it is compared with
     return config
 
 
@@ -61,20 +62,20 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
         return _point("hca", seq_len, **{"attention.schedule": schedule, **others})
 
     points = [hca(s, name) for s in lengths for name in ("closed_form", "computed", "static", "dynamic")]
-    points += [hca(s, "captured") for s in lengths if quick or 16384 <= s <= 65536]
     points += [hca(lengths[-4 if not quick else 0], name, **{"attention.dq_reduction_steps": 0}) for name in _FREE]
     points += [hca(s, "closed_form", **_blocks(size)) for s in lengths[-2:] for size in (256, 1024)]
     points += [hca(s, "closed_form", **{"attention.heads_per_call": n}) for s in long for n in (GROUP, 1)]
     points += [_point("csa", s) for s in lengths]
     points += [_point("sliding", lengths[-4 if not quick else 0], **{"attention.backend": b}) for b in _BACKENDS]
     if quick:
-        return points
+        return [*points, hca(lengths[0], "captured")]
     points += [hca(262144, "closed_form", **{"attention.heads_per_call": n}) for n in (GROUP, 1)]
     layer = {"aot.what": ("layer",)}
     points += [_point("sliding", 16384, **layer, **{"attention.backend": b}) for b in _BACKENDS]
     grouped = layer | {"attention.heads_at_once": GROUP}
     points += [_point(kind, s, **grouped) for kind in ("hca", "csa") for s in (16384, 32768, *long)]
-    return points
+    # Last, for it takes longest: minutes at 32,768, and at 65,536 the mask alone has 4 GiB.
+    return points + [hca(s, "captured") for s in (16384, 32768, 65536)]
 
 
 def report_aot(rows: list[dict]) -> list[str]:
