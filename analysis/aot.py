@@ -23,26 +23,24 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     """Writes a PNG of forward and backward together: a line for every program and schedule, crosses where it failed."""
     table = frame.of_aot(rows)
     table = table[table["phase"].isin(["forward_backward", "update"])]
-    figure, axes = plt.subplots(2, 2, figsize=(14, 10), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(17, 10), layout="constrained")
     figure.suptitle("Forward and backward, compiled ahead of time; failures are crosses on the lower edge")
     groups = list(table.groupby("setting", sort=False))
     for panel, (column, (heading, factor)) in zip(axes.flat, _PANELS.items(), strict=False):
+        panel.set_xscale("log", base=2)
         for number, (name, group) in enumerate(groups):
             style = {"color": COLOURS[number % 7], "marker": MARKERS[number // 7 % 7], "markersize": 4, "linewidth": 1}
             fits = group[group["status"] == "ok"].sort_values("seq_len")
             panel.plot(fits["seq_len"], fits[column] * factor, label=name, **style)
             failed = group[group["status"] != "ok"]
             low = [0.02] * len(failed)
-            panel.plot(
-                failed["seq_len"], low, "x", color=style["color"], transform=panel.get_xaxis_transform(), clip_on=False
-            )
-        panel.set(xscale="log", xlabel="tokens", ylabel=heading)
-        panel.set_xscale("log", base=2)
+            panel.plot(failed["seq_len"], low, "x", color=style["color"], transform=panel.get_xaxis_transform())
+        panel.set(xlabel="tokens", ylabel=heading)
         if column != "useful_fraction":
             panel.set_yscale("log")
         panel.grid(alpha=0.3)
     _front(axes.flat[-1], groups)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="x-small")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
