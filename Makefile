@@ -37,6 +37,9 @@ parity: $(VENV)/.installed-parity ## compare with the reference model in PyTorch
 peers: $(VENV)/.installed-parity ## time our attention layer beside Hugging Face's, on the CPU
 	$(BIN)/python launch/peers.py
 
+aot: $(VENV)/.installed-tpu ## compile a small sweep for a TPU that is not there
+	$(BIN)/python launch/aot.py --config=experiments/seed_claims.py:quick
+
 lint: $(INSTALLED) ## ruff: check and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,4 +51,4 @@ clean: ## remove virtual environments and caches; runs/ stays
 figures: $(INSTALLED) ## draw the README's picture
 	$(BIN)/python analysis/patterns.py
 
-.PHONY: help setup demo test test-slow parity peers lint figures clean
+.PHONY: help setup demo test test-slow parity peers aot lint figures clean

@@ -13,10 +13,13 @@ import ml_collections
 from research.attention import backends
 from research.attention.spec import KINDS, STAGES
 from research.data import packing_spec
+from research.measure import chips
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
 
+AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
+WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -50,6 +53,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.block_kv_dkv = 0
     config.attention.block_kv_dkv_compute = 0
     config.attention.dq_reduction_steps = 0
+    config.attention.heads_per_call = 0  # splash: heads that a call of the kernel serves; 0 is all
+    config.attention.vmem_limit_kib = 0  # splash on a TPU: vector memory that a kernel may take
     config.attention.window = 128
     config.attention.hca_ratio = 128
     config.attention.csa_ratio = 4
@@ -96,12 +101,27 @@ def base_config() -> ml_collections.ConfigDict:
     config.train.log_every = 10
     config.train.eval_every = 100  # 0: only at the end
     config.train.eval_batches = 8
-    config.train.checkpoint_every = 100  # 0: only at the end
+    config.train.checkpoint_every = 100  # 0: only at the end and when a signal stops the run
+    config.train.keep_last = 2  # newest checkpoints that are kept
+    config.train.keep_best = 1  # kept beside them: lowest validation loss, of checkpoints at a step that validates
     config.train.start_from = ""  # id of a run below run.root, or its path: its parameters and moments are taken over
+
+    config.profile = ml_collections.ConfigDict()
+    config.profile.steps = 0  # traced into the run's folder, after the first ones, which warm up
+
+    config.distributed = ml_collections.ConfigDict()
+    config.distributed.coordinator = ""  # host:port of process 0; auto: asked of the cluster; empty: one process
+    config.distributed.num_processes = 0  # with host:port
+    config.distributed.process_id = 0  # with host:port
 
     config.bench = ml_collections.ConfigDict()
     config.bench.repeats = 5  # timed runs of each program, after one that is not
     config.bench.timeout_minutes = 10.0  # for one point of a sweep, after which it is a row that says so
+
+    config.aot = ml_collections.ConfigDict()
+    config.aot.topology = "v5p:2x2x1"  # chip and mesh to compile for, one device of it: `measure.chips`
+    config.aot.what = ("op",)  # op: one attention; layer: with its projections; step: an update of the whole model
+    config.aot.timeout_minutes = 10.0  # for one program
 
     config.run = ml_collections.ConfigDict()
     config.run.root = "runs"
@@ -131,6 +151,7 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
     _check_rope(config.rope)
     _check_data(config)
     _check_training(config)
+    _check_distributed(config.distributed)
     settings = effective(config, platform)
     if config.model.remat != "none" and any(layer.get("interpreted") for layer in settings.values()):
         raise NotImplementedError(
@@ -202,6 +223,10 @@ def _check_attention(attention) -> None:
             raise _error("attention.rope_width", attention.rope_width, f"at most {name}={attention[name]}")
     if attention.rope_width % 2:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
+    if attention.heads_per_call and (attention.heads_per_call < 0 or attention.heads % attention.heads_per_call):
+        raise _error("attention.heads_per_call", attention.heads_per_call, f"0 (all) or a divisor of {attention.heads}")
+    if attention.vmem_limit_kib < 0:
+        raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
     _check_stage(attention)
@@ -239,7 +264,7 @@ def _check_data(config) -> None:
 def _check_training(config) -> None:
     optimizer, train = config.optimizer, config.train
     _positive(optimizer, "optimizer", "learning_rate", "clip_norm")
-    _positive(train, "train", "steps", "log_every", "eval_batches")
+    _positive(train, "train", "steps", "log_every", "eval_batches", "keep_last")
     for name in ("warmup_steps", "weight_decay"):
         if optimizer[name] < 0:
             raise _error(f"optimizer.{name}", optimizer[name], "0 or more")
@@ -248,13 +273,38 @@ def _check_training(config) -> None:
     for name in ("eval_every", "checkpoint_every"):
         if train[name] < 0:
             raise _error(f"train.{name}", train[name], "0 (only at the end) or more")
+    if train.keep_best < 0:
+        raise _error("train.keep_best", train.keep_best, "0 or more")
+    if not 0 <= config.profile.steps <= max(0, train.steps - WARM_UP_STEPS):
+        most = f"train.steps={train.steps} less {WARM_UP_STEPS} for warming up"
+        raise _error("profile.steps", config.profile.steps, f"from 0 to {most}")
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
             raise _error(f"optimizer.{name}", optimizer[name], "at least 0 and below 1")
     if not 0 <= optimizer.final_fraction <= 1:
         raise _error("optimizer.final_fraction", optimizer.final_fraction, "between 0 and 1")
     _positive(config.bench, "bench", "repeats", "timeout_minutes")
+    _positive(config.aot, "aot", "timeout_minutes")
+    if not config.aot.what or not set(config.aot.what) <= set(AOT_WHAT):
+        raise _error("aot.what", config.aot.what, f"a non-empty tuple with members among {', '.join(AOT_WHAT)}")
+    _one_of("aot.topology", config.aot.topology.partition(":")[0], chips.NAMES)
     _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
+
+
+def _check_distributed(distributed) -> None:
+    coordinator, processes, process = distributed.coordinator, distributed.num_processes, distributed.process_id
+    if coordinator in ("", "auto"):
+        for name in ("num_processes", "process_id"):
+            if distributed[name]:
+                raise _error(f"distributed.{name}", distributed[name], "0, unless distributed.coordinator is host:port")
+        return
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise _error("distributed.coordinator", repr(coordinator), "host:port, auto, or empty")
+    if processes < 1:
+        raise _error("distributed.num_processes", processes, f"1 or more with coordinator={coordinator}")
+    if not 0 <= process < processes:
+        raise _error("distributed.process_id", process, f"from 0 to num_processes - 1 = {processes - 1}")
 
 
 def _positive(group, prefix: str, *names: str) -> None:

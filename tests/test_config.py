@@ -127,6 +127,7 @@ def test_every_field_is_read(monkeypatch, tmp_path):
     assert set(experiment.field_names(config)) - reads - written_reads() == {"train.read_by_nobody"}
 
 
+PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
 SPLASH = {"attention.backend": "splash"}
 REFUSED = [
     ({"seed": -1}, "seed=-1: must be 0 or more"),
@@ -184,6 +185,12 @@ REFUSED = [
     ({"attention.rope_width": 15}, "attention.rope_width=15: must be even"),
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
+    ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or a divisor of 4"),
+    ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
+    ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
+    ({"aot.what": ("op", "model")}, r"aot.what=\('op', 'model'\): must be .*op, layer, step"),
+    ({"aot.topology": "v9:2x2"}, "aot.topology='v9': must be .*v4, v5e, v5p, v6e, tpu7x"),
+    ({"attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
     ({"attention.out_groups": 3}, "attention.out_groups=3: must be a divisor of heads=4"),
     ({"rope.yarn_factor": 0.5}, "rope.yarn_factor=0.5: must be at least 1"),
     ({"data.seq_len": 0}, "data.seq_len=0: must be a positive integer"),
@@ -200,6 +207,17 @@ REFUSED = [
     ({"optimizer.b2": -0.1}, "optimizer.b2=-0.1: must be at least 0 and below 1"),
     ({"train.eval_every": -1}, "train.eval_every=-1: must be 0 .* or more"),
     ({"train.checkpoint_every": -1}, "train.checkpoint_every=-1: must be 0 .* or more"),
+    ({"train.keep_best": -1}, "train.keep_best=-1: must be 0 or more"),
+    ({"profile.steps": -1}, "profile.steps=-1: must be from 0 to train.steps=200 less 2"),
+    ({"profile.steps": 199}, "profile.steps=199: must be from 0 to train.steps=200 less 2"),
+    ({"distributed.coordinator": "host"}, "distributed.coordinator='host': must be host:port, auto, or empty"),
+    (PAIR | {"distributed.num_processes": 0}, "distributed.num_processes=0: must be 1 or more with .*host:1234"),
+    (PAIR | {"distributed.process_id": 2}, r"distributed.process_id=2: must be from 0 to num_processes - 1 = 1"),
+    ({"distributed.num_processes": 2}, "distributed.num_processes=2: must be 0, unless .*coordinator is host:port"),
+    (
+        {"distributed.coordinator": "auto", "distributed.process_id": 1},
+        "distributed.process_id=1: must be 0, unless .*coordinator is host:port",
+    ),
     ({"wandb.mode": "on"}, "wandb.mode='on': must be one of auto, online, offline, disabled"),
 ]
 POSITIVE = {
@@ -207,8 +225,9 @@ POSITIVE = {
     "attention": ("window", "hca_ratio", "csa_ratio", "top_k", "heads", "head_width", "rope_width", "q_rank"),
     "rope": ("theta", "compressed_theta", "yarn_original_length", "yarn_beta_fast", "yarn_beta_slow"),
     "optimizer": ("learning_rate", "clip_norm"),
-    "train": ("steps", "log_every", "eval_batches"),
+    "train": ("steps", "log_every", "eval_batches", "keep_last"),
     "bench": ("repeats", "timeout_minutes"),
+    "aot": ("timeout_minutes",),
 }
 POSITIVE["attention"] += ("out_groups", "out_rank", "index_heads", "index_head_width")
 REFUSED += [

@@ -61,7 +61,7 @@ class Attention(hk.Module):
         positions: jax.Array,
         segments: jax.Array | None = None,
         prepared: jax.Array | None = None,
-    ) -> tuple[jax.Array, dict[str, indexer_loss.Mean]]:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Attends.
 
         Args:

@@ -37,6 +37,8 @@ class AttentionSpec:
     block_kv_dkv: int
     block_kv_dkv_compute: int
     dq_reduction_steps: int
+    heads_per_call: int
+    vmem_limit_kib: int
     window: int
     hca_ratio: int
     csa_ratio: int

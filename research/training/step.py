@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from research.attention import backends
-from research.attention.indexer_loss import Mean
 from research.attention.spec import AttentionSpec
 from research.model import language_model
 from research.model.spec import ModelSpec
+from research.parallel import batch as parallel
 from research.training import loss
 from research.training import optimizer as optimizer_lib
 
@@ -28,8 +28,10 @@ class State(NamedTuple):
     opt_state: optax.OptState
 
 
-def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) -> State:
-    """The state before the first update.
+def init(
+    spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int, sharding: jax.sharding.Sharding | None = None
+) -> State:
+    """The state before the first update, laid out as `sharding` says.
 
     Parameters depend neither on the backend nor on the length, so they are made by the dense one, on the shortest
     sequence that has a compressed entry of every kind: Haiku runs the whole model for it.
@@ -44,49 +46,64 @@ def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) ->
         params = model.init(key, tokens, tokens, tokens)
         return State(params, optimizer.init(params))
 
-    return jax.jit(create)(jax.random.key(seed))
+    return jax.jit(create, out_shardings=sharding)(jax.random.key(seed))
 
 
-def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
-    """Mean loss over the batch's real tokens, their number, and what the model says of its indexers.
+def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[Metrics, jax.Array]:
+    """Means over the batch's real tokens, and the number of these.
 
-    See `loss.cross_entropy` and `research.attention.indexer_loss`.
+    Returns:
+      float32 [] each: loss, of the language model (`loss.cross_entropy`), and as indexer_... what the model says of its
+      indexers; and the tokens, int32 [].
     """
     logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
-    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), of_indexers
+    value, tokens = loss.cross_entropy(logits, batch["targets"], batch["segments"])
+    return {"loss": value, **{f"indexer_{name}": mean for name, mean in of_indexers.items()}}, tokens
 
 
 def make_update(
-    model: hk.Transformed, optimizer: optax.GradientTransformation, attention: AttentionSpec
+    model: hk.Transformed,
+    optimizer: optax.GradientTransformation,
+    attention: AttentionSpec,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[[State, dict], tuple[State, Metrics]]:
     """Returns `(state, batch) -> (state, metrics)`.
 
-    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
-    tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
-    before clipping, of all that learns.
+    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers.
+    Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm, before
+    clipping, of all that learns.
+    Where loss or grad_norm is not finite, the state returned is the one given: what led there can be looked at.
+    With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
     """
+
     trains = optimizer_lib.trains(attention)
 
     def gradients(params: hk.Params, batch: dict):
         trained, fixed = hk.data_structures.partition(lambda module, *_: trains[optimizer_lib.group(module)], params)
 
         def of_trained(trained):
-            value, tokens, of_indexers = losses(model, hk.data_structures.merge(trained, fixed), batch)
-            means = {"loss": value}
-            if "kl" in of_indexers:
-                total, count = of_indexers["kl"]
-                means["indexer_kl"] = total / jnp.maximum(count, 1)
-                value += attention.indexer_loss_weight * means["indexer_kl"]
-            return value, (means, tokens)
+            means, tokens = losses(model, hk.data_structures.merge(trained, fixed), batch)
+            total = means["loss"]
+            if "indexer_kl" in means:
+                total += attention.indexer_loss_weight * means["indexer_kl"]
+            return total, (means, tokens)
 
         grads, (means, tokens) = jax.grad(of_trained, has_aux=True)(trained)
-        return hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed)), means, tokens
+        return (means, hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))), tokens
+
+    if mesh is not None:
+        gradients = parallel.mean(gradients, mesh)
+
+    def apply(state: State, grads: hk.Params) -> State:
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, changes), opt_state)
 
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
-        grads, means, tokens = gradients(state.params, batch)
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        (means, grads), tokens = gradients(state.params, batch)
         metrics = {**means, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
-        return State(optax.apply_updates(state.params, changes), opt_state), metrics
+        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        # A branch, not a selection, which would need the memory of both states.
+        return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics
 
     return update
 
@@ -98,7 +115,7 @@ class Compiled:
     Attributes:
       update: as `make_update` returns it; donates the state it is given.
       cost: lower_seconds (tracing, with the construction of static masks), compile_seconds, and from the compiler
-        temp_bytes, argument_bytes and output_bytes.
+        temp_bytes, argument_bytes, output_bytes, and alias_bytes, those of outputs that take an argument's place.
     """
 
     update: Callable[[State, dict], tuple[State, Metrics]]
@@ -121,5 +138,6 @@ def compile_update(update: Callable, state: State, batch: dict) -> Compiled:
             "temp_bytes": memory.temp_size_in_bytes,
             "argument_bytes": memory.argument_size_in_bytes,
             "output_bytes": memory.output_size_in_bytes,
+            "alias_bytes": memory.alias_size_in_bytes,
         },
     )

@@ -46,6 +46,8 @@ class Options:
       block_kv_dkv: as `block_kv`, backward kernel.
       block_kv_dkv_compute: as `block_kv_compute`, backward kernel.
       dq_reduction_steps: key blocks between reductions of dq; 0 is the schedule's own way, 3 the ring buffer.
+      heads_per_call: query heads that a call of the kernel serves, a divisor of H; 0 is all.
+      vmem_limit_kib: vector memory that a kernel may take on a TPU.
     """
 
     schedule: str = "auto"
@@ -56,6 +58,8 @@ class Options:
     block_kv_dkv: int = 0
     block_kv_dkv_compute: int = 0
     dq_reduction_steps: int = 0
+    heads_per_call: int = 0
+    vmem_limit_kib: int = 0
 
 
 DEFAULT = Options()

@@ -1,0 +1,137 @@
+"""A model in training: its state, its data, and the programs that change it. Knows nothing of folders and records."""
+
+import collections
+import contextlib
+import functools
+import pathlib
+import time
+from typing import Any
+
+import jax
+import ml_collections
+
+from research import config as config_lib
+from research import data as data_lib
+from research import errors
+from research.attention import indexer_loss
+from research.model import language_model
+from research.model import spec as model_spec
+from research.parallel import batch as parallel
+from research.training import flops, optimizer
+from research.training import step as step_lib
+from research.training.checkpoints import FOLDER, Checkpoints
+
+
+class Trainer:
+    """What a config trains, before its first update or where `restore` puts it.
+
+    Attributes:
+      spec: the model.
+      effective: settings that attention will really use, by kind of layer.
+      data: the corpus, packed.
+      iterator: where training stands in it; every process has the same.
+      state: parameters and optimizer, the same on every device.
+      done: updates that made the state.
+      batch: the last batch that was taken from the iterator.
+      cost: what `step.Compiled` says of the update, and flops_per_token; after `compile`.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        """Reads the data and makes the first state.
+
+        Raises:
+          ConfigError: a setting is impossible.
+          NotImplementedError: a backend cannot serve the request.
+        """
+        config_lib.validate(config)
+        self.effective = config_lib.effective(config)
+        self.spec = model_spec.from_config(config)
+        self.data = read_data(config)
+        self.iterator, self.batch = self.data.train_iterator(), None
+        self._config, self._mesh = config, parallel.mesh(config.data.batch_size)
+        self._model, self._optimizer = language_model.build(self.spec), optimizer.build(config)
+        self.done = 0
+        with in_memory(self._config, "making the first state"):
+            self.state = step_lib.init(self.spec, self._optimizer, config.seed, parallel.replicated(self._mesh))
+
+    def restore(self, done: int, state: step_lib.State, iterator: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.done, self.state = done, state
+        self.iterator.set_state(iterator)
+
+    def start_from(self, folder: pathlib.Path) -> None:
+        """Takes over parameters and moments from the newest checkpoint of another run, at the beginning of a schedule.
+
+        Raises:
+          ConfigError: there is no checkpoint, or its arrays are not those of this model.
+        """
+        restored = None
+        name = f"config.train.start_from={self._config.train.start_from!r}"
+        try:
+            if (folder / FOLDER).is_dir():  # `Checkpoints` would make it
+                with Checkpoints(folder / FOLDER) as checkpoints:
+                    restored = checkpoints.restore(self.state)
+        except config_lib.ConfigError as error:
+            raise config_lib.ConfigError(f"{name}: {error}") from error
+        if restored is None:
+            raise config_lib.ConfigError(
+                f"{name}: no checkpoint in {folder}; must be the id of a run below run.root, or its path"
+            )
+        self.state = restored.state._replace(opt_state=optimizer.restarted(restored.state.opt_state))
+
+    def compile(self) -> None:
+        """Compiles the update, and learns its `cost`."""
+        shapes = parallel.distribute(next(self.data.validation_batches(1)), self._mesh)
+        update = step_lib.make_update(self._model, self._optimizer, self.spec.attention, self._mesh)
+        with in_memory(self._config, "compiling the step"):
+            compiled = step_lib.compile_update(update, self.state, shapes)
+        flops_per_token = flops.per_token(self.spec, self._config.data.seq_len, self.state.params)
+        self._update, self.cost = compiled.update, compiled.cost | {"flops_per_token": flops_per_token}
+        measured = functools.partial(step_lib.losses, language_model.build(self.spec, measure=True))
+        self._losses = jax.jit(parallel.mean(measured, self._mesh))
+
+    def update(self) -> tuple[dict[str, float], float, float]:
+        """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.
+
+        Where the metrics are not all finite, the state is still the one before.
+        """
+        start = time.perf_counter()
+        self.batch = next(self.iterator)
+        fetched = time.perf_counter()
+        with in_memory(self._config, f"step {self.done + 1}"):
+            self.state, metrics = self._update(self.state, parallel.distribute(self.batch, self._mesh))
+            # Waiting here keeps step times exact, and names the step at which a loss goes wrong.
+            row = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        self.done += 1
+        return row, fetched - start, time.perf_counter() - fetched
+
+    def evaluate(self, batches: int) -> dict[str, float]:
+        """Means over the real tokens of the first validation batches: loss, and of the indexers indexer_....
+
+        See `indexer_loss.measure`; what is to be told of the tokens that have a choice is left out where none has.
+        """
+        totals, count = collections.Counter(), 0
+        with in_memory(self._config, "validation"):
+            for batch in self.data.validation_batches(batches):
+                means, tokens = jax.device_get(self._losses(self.state.params, parallel.distribute(batch, self._mesh)))
+                totals.update({name: mean.item() * tokens.item() for name, mean in means.items()})
+                count += tokens.item()
+        choosing = totals.pop("indexer_choice", 0.0)
+        of_choosing = {f"indexer_{name}" for name in indexer_loss.OF_CHOOSING}
+        counts = {name: choosing if name in of_choosing else count for name in totals}
+        return {name: total / counts[name] for name, total in totals.items() if counts[name]}
+
+
+def in_memory(config: ml_collections.ConfigDict, doing: str) -> contextlib.AbstractContextManager[None]:
+    """`errors.of_memory` with the settings that decide about memory."""
+    sizes = (f"data.batch_size={config.data.batch_size}", f"data.seq_len={config.data.seq_len}")
+    settings = ", ".join(f"config.{setting}" for setting in (*sizes, f"model.remat={config.model.remat}"))
+    return errors.of_memory(doing, f"too much with {settings}")
+
+
+def read_data(config: ml_collections.ConfigDict) -> data_lib.Data:
+    """The data of a config; what `data.path` points to is seen only here, and refused as a ConfigError."""
+    try:
+        return data_lib.build(config, config_lib.alignment(config))
+    except ValueError as error:
+        raise config_lib.ConfigError(str(error)) from error
