@@ -54,6 +54,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.block_kv_dkv_compute = 0
     config.attention.dq_reduction_steps = 0
     config.attention.heads_per_call = 0  # splash: heads that a call of the kernel serves; 0 is all
+    config.attention.heads_at_once = 0  # heads that a layer computes at a time, recomputing them backward; 0 is all
     config.attention.vmem_limit_kib = 0  # splash on a TPU: vector memory that a kernel may take
     config.attention.window = 128
     config.attention.hca_ratio = 128
@@ -153,11 +154,17 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
     _check_training(config)
     _check_distributed(config.distributed)
     settings = effective(config, platform)
-    if config.model.remat != "none" and any(layer.get("interpreted") for layer in settings.values()):
-        raise NotImplementedError(
-            f"config.model.remat={config.model.remat}: the interpreted splash kernel cannot be recomputed; "
-            "use none here, or another backend"
+    if any(layer.get("interpreted") for layer in settings.values()):
+        recomputed = (
+            ("model.remat", config.model.remat, "none"),
+            ("attention.heads_at_once", config.attention.heads_at_once, 0),
         )
+        for name, setting, off in recomputed:
+            if setting != off:
+                raise NotImplementedError(
+                    f"config.{name}={setting}: the interpreted splash kernel cannot be recomputed; "
+                    f"use {off} here, or another backend"
+                )
 
 
 def effective(config: ml_collections.ConfigDict, platform: str | None = None) -> dict[str, backends.Effective]:
@@ -229,6 +236,13 @@ def _check_attention(attention) -> None:
         raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
+    at_once, least = attention.heads_at_once, attention.heads // attention.out_groups
+    if at_once and (at_once < 0 or attention.heads % at_once or at_once % least):
+        raise _error(
+            "attention.heads_at_once", at_once, f"0 (all), or divide {attention.heads} by a multiple of {least}"
+        )
+    if at_once and attention.heads_per_call > at_once:
+        raise _error("attention.heads_per_call", attention.heads_per_call, f"at most heads_at_once={at_once}")
     _check_stage(attention)
 
 

@@ -186,6 +186,12 @@ REFUSED = [
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
     ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or a divisor of 4"),
+    ({"attention.heads_at_once": 1}, r"attention.heads_at_once=1: must be 0 \(all\), or divide 4 by a multiple of 2"),
+    ({"attention.heads_at_once": -2}, "attention.heads_at_once=-2: must be 0"),
+    (
+        {"attention.heads_at_once": 2, "attention.heads_per_call": 4},
+        "attention.heads_per_call=4: must be at most heads_at_once=2",
+    ),
     ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
     ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
     ({"aot.what": ("op", "model")}, r"aot.what=\('op', 'model'\): must be .*op, layer, step"),

@@ -22,8 +22,16 @@ from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.indexer import Index, index_scores
 
-# Measures of the tokens that have a choice: to be divided by the share of these.
-OF_CHOOSING = ("recall", "coverage", "entropy", "useful")
+
+class Mean(NamedTuple):
+    """A mean that can be taken over several layers and batches: float32 [] sum, and int32 [] of how many."""
+
+    total: jax.Array
+    count: jax.Array
+
+    def mean(self) -> jax.Array:
+        """float32 []; 0 over nothing."""
+        return self.total / jnp.maximum(self.count, 1)
 
 
 class Heads(NamedTuple):
@@ -41,8 +49,8 @@ def loss(
     visibility: visibility_lib.CompressedSparse,
     segments: jax.Array,
     selected: jax.Array | None,
-) -> jax.Array:
-    """The KL divergence above in nats, float32 []: the mean over the tokens of documents, 0 where there are none.
+) -> Mean:
+    """The KL divergence above, in nats, over the tokens of documents.
 
     Its gradient goes to `index` alone. It is computed along with the value, block by block, so that neither scores nor
     teacher are kept or made again for a backward pass.
@@ -54,7 +62,7 @@ def loss(
       segments: int32 [B, S].
       selected: bool [B, S, C], what was attended, in the sparse stage; None in the dense ones.
     """
-    return _loss(visibility, index, heads, segments, selected) / _tokens(segments)
+    return Mean(_loss(visibility, index, heads, segments, selected), (segments >= 0).sum())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,15 +100,13 @@ def measure(
     visibility: visibility_lib.CompressedSparse,
     segments: jax.Array,
     selected: jax.Array | None,
-) -> dict[str, jax.Array]:
+) -> dict[str, Mean]:
     """How well the indexer selects; arguments as `loss`. Dearer than it, and without a gradient.
 
     Returns:
-      Means over the tokens of documents, float32 []; so those over layers, devices and batches are means of these.
       kl: as `loss`, whether it is trained with or not.
-      choice: share of the tokens that see more than `top_k` entries.
-      The others are 0 at tokens without a choice, so divide by that share. Attention in them is the teacher over all
-      visible entries, as if none were ruled out:
+      The others are over the tokens that see more than `top_k` entries, whatever the stage. Attention in them is the
+      teacher over all visible entries, as if none were ruled out:
       recall: share of the `top_k` most attended entries that the indexer selects.
       coverage: share of the attention to entries that falls on those the indexer selects.
       entropy: of the softmax of the scores over all visible entries, in nats.
@@ -118,14 +124,14 @@ def measure(
             "coverage": jnp.where(chosen, dense, 0.0).sum(axis=-1),
             "entropy": -(jnp.exp(log_student) * log_student).sum(axis=-1),
             "useful": top_k / jnp.maximum(visible, 1),
-            "choice": 1.0,
         }
-        return {name: sums[name] + jnp.where(visible > top_k, x, 0.0).sum() for name, x in of_token.items()}, None
+        choice = visible > top_k
+        new = {name: Mean(jnp.where(choice, value, 0.0).sum(), choice.sum()) for name, value in of_token.items()}
+        return jax.tree.map(jnp.add, sums, new), None
 
-    nothing = dict.fromkeys((*OF_CHOOSING, "choice"), jnp.float32(0.0))
+    nothing = {name: Mean(jnp.float32(0.0), jnp.int32(0)) for name in ("recall", "coverage", "entropy", "useful")}
     sums, _ = _over_blocks(add_block, nothing, visibility, index, heads, segments, selected)
-    means = {name: total / _tokens(segments) for name, total in sums.items()}
-    return {"kl": loss(index, heads, visibility, segments, selected), **means}
+    return {"kl": loss(index, heads, visibility, segments, selected), **sums}
 
 
 class _Block(NamedTuple):
@@ -191,10 +197,6 @@ def _over_blocks(step, start, visibility, index, heads, segments, selected):
         return step(carry, _Block(Index(index_q, index.keys, weights), block_heads, sees_local, visible, seen))
 
     return jax.lax.scan(of_block, start, (t, blocks))
-
-
-def _tokens(segments: jax.Array) -> jax.Array:
-    return jnp.maximum((segments >= 0).sum(), 1)
 
 
 def _divergence(index: Index, teacher: jax.Array, seen: jax.Array) -> jax.Array:

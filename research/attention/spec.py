@@ -39,6 +39,7 @@ class AttentionSpec:
     dq_reduction_steps: int
     heads_per_call: int
     vmem_limit_kib: int
+    heads_at_once: int
     window: int
     hca_ratio: int
     csa_ratio: int

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from research.attention import backends
+from research.attention.indexer_loss import Mean
 from research.attention.layer import Attention
 from research.attention.linear import INIT_STD, project
 from research.attention.norms import RMSNorm
@@ -29,7 +30,7 @@ def build(spec: ModelSpec, measure: bool = False) -> hk.Transformed:
 
     def forward(
         inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, dict[str, Mean]]:
         embed = hk.Embed(spec.vocab_size, spec.hidden, w_init=hk.initializers.RandomNormal(INIT_STD), name="embed")
         x_BxSxE = embed(inputs).astype(spec.dtype)
         attention, backend = spec.attention, backends.get(spec.attention.backend)
@@ -52,7 +53,7 @@ def build(spec: ModelSpec, measure: bool = False) -> hk.Transformed:
         # The second result comes back stacked, an entry for each repeat.
         stack = hk.layer_stack(spec.repeats, with_per_layer_inputs=True, name="blocks")
         x_BxSxE, of_indexers = stack(block)(x_BxSxE)
-        of_indexers = jax.tree.map(lambda *x: jnp.stack(x).mean(), *of_indexers) if of_indexers else {}
+        of_indexers = jax.tree.map(lambda *x: jnp.stack(x).sum(), *of_indexers) if of_indexers else {}
         x_BxSxE = RMSNorm(spec.norm_eps, name="final_norm")(x_BxSxE)
         if spec.tied_head:
             return jnp.einsum("bse,ve->bsv", x_BxSxE.astype(jnp.float32), embed.embeddings), of_indexers
@@ -72,7 +73,7 @@ class Layer(hk.Module):
 
     def __call__(
         self, x_BxSxE: jax.Array, positions: jax.Array, segments: jax.Array | None, prepared: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, dict[str, Mean]]:
         """[B, S, E] to [B, S, E] in the same dtype, and `Attention`'s second result; see `backends.Backend.prepare`."""
         spec = self.spec
         attention = Attention(

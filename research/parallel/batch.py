@@ -61,14 +61,15 @@ def distribute(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]
 
 
 def mean(
-    of_rows: Callable[[Any, Any], tuple[Any, jax.Array]], mesh: Mesh
-) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
+    of_rows: Callable[[Any, Any], tuple[Any, jax.Array, Any]], mesh: Mesh
+) -> Callable[[Any, Any], tuple[Any, jax.Array, Any]]:
     """Turns a mean over the tokens of some rows into the mean over those of the whole batch.
 
     Each device computes its own rows as if they were all, so any kernel will do, also one that XLA cannot partition.
 
     Args:
-      of_rows: `(params, batch) -> (means, tokens)`; means is a tree of arrays, tokens their number, int32 [].
+      of_rows: `(params, batch) -> (means, tokens, sums)`; means and sums are trees of arrays, tokens the number that
+        the means are over, int32 [].
       mesh: `mesh`.
 
     Returns:
@@ -76,10 +77,11 @@ def mean(
     """
 
     def local(params, batch):
-        means, tokens = of_rows(params, batch)
+        means, tokens, sums = of_rows(params, batch)
         total = jax.lax.psum(tokens, AXIS)
         share = tokens / jax.numpy.maximum(total, 1)
-        return jax.tree.map(lambda x: jax.lax.psum(x * share.astype(x.dtype), AXIS), means), total
+        means = jax.tree.map(lambda x: jax.lax.psum(x * share.astype(x.dtype), AXIS), means)
+        return means, total, jax.lax.psum(sums, AXIS)
 
     whole, rows = PartitionSpec(), PartitionSpec(AXIS)
     return jax.shard_map(local, mesh=mesh, in_specs=(whole, rows), out_specs=whole, check_vma=False)

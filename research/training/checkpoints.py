@@ -21,7 +21,16 @@ from research import errors
 from research.config import ConfigError
 from research.training.step import State
 
-FOLDER = "checkpoints"  # of a run's folder
+FOLDER = "checkpoints"  # of a run's own
+
+
+def newest(folder: pathlib.Path, like: State) -> State | None:
+    """The state at the newest whole checkpoint of another run, None where there is none; else as `restore`."""
+    if not (folder / FOLDER).is_dir():  # `Checkpoints` would make it
+        return None
+    with Checkpoints(folder / FOLDER) as saved:
+        restored = saved.restore(like)
+    return restored and restored.state
 
 
 class Restored(NamedTuple):

@@ -93,8 +93,7 @@ def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance)
             if evaluating or _due(step, config.train.log_every):
                 row |= {"bits_per_byte": bits_per_byte(row["loss"]), **meter.read()}
                 if evaluating:
-                    means = trainer.evaluate(config.train.eval_batches)
-                    row |= {f"val_{name}": mean for name, mean in means.items()}
+                    row |= {f"val_{name}": value for name, value in trainer.evaluate(config.train.eval_batches).items()}
                     row["val_bits_per_byte"] = bits_per_byte(row["val_loss"])
                     _require_finite(row, step, folder, trainer)
                 tracker.log(step, row)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from research.attention import backends
+from research.attention.indexer_loss import Mean
 from research.attention.spec import AttentionSpec
 from research.model import language_model
 from research.model.spec import ModelSpec
@@ -49,16 +50,13 @@ def init(
     return jax.jit(create, out_shardings=sharding)(jax.random.key(seed))
 
 
-def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[Metrics, jax.Array]:
-    """Means over the batch's real tokens, and the number of these.
+def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
+    """Mean loss over the batch's real tokens, their number, and what the model says of its indexers.
 
-    Returns:
-      float32 [] each: loss, of the language model (`loss.cross_entropy`), and as indexer_... what the model says of its
-      indexers; and the tokens, int32 [].
+    See `loss.cross_entropy` and `research.attention.indexer_loss`.
     """
     logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
-    value, tokens = loss.cross_entropy(logits, batch["targets"], batch["segments"])
-    return {"loss": value, **{f"indexer_{name}": mean for name, mean in of_indexers.items()}}, tokens
+    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), of_indexers
 
 
 def make_update(
@@ -69,27 +67,26 @@ def make_update(
 ) -> Callable[[State, dict], tuple[State, Metrics]]:
     """Returns `(state, batch) -> (state, metrics)`.
 
-    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers.
-    Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm, before
-    clipping, of all that learns.
-    Where loss or grad_norm is not finite, the state returned is the one given: what led there can be looked at.
-    With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
+    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
+    tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
+    before clipping, of all that learns. Where loss or grad_norm is not finite, the state returned is the one given:
+    what led there can be looked at. With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
     """
-
     trains = optimizer_lib.trains(attention)
 
     def gradients(params: hk.Params, batch: dict):
         trained, fixed = hk.data_structures.partition(lambda module, *_: trains[optimizer_lib.group(module)], params)
 
         def of_trained(trained):
-            means, tokens = losses(model, hk.data_structures.merge(trained, fixed), batch)
-            total = means["loss"]
-            if "indexer_kl" in means:
-                total += attention.indexer_loss_weight * means["indexer_kl"]
-            return total, (means, tokens)
+            loss_value, tokens, of_indexers = losses(model, hk.data_structures.merge(trained, fixed), batch)
+            value = loss_value
+            if "kl" in of_indexers:
+                value += attention.indexer_loss_weight * of_indexers["kl"].mean()
+            return value, (loss_value, tokens, of_indexers)
 
-        grads, (means, tokens) = jax.grad(of_trained, has_aux=True)(trained)
-        return (means, hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))), tokens
+        grads, (loss_value, tokens, of_indexers) = jax.grad(of_trained, has_aux=True)(trained)
+        grads = hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))
+        return (loss_value, grads), tokens, of_indexers
 
     if mesh is not None:
         gradients = parallel.mean(gradients, mesh)
@@ -99,9 +96,10 @@ def make_update(
         return State(optax.apply_updates(state.params, changes), opt_state)
 
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
-        (means, grads), tokens = gradients(state.params, batch)
-        metrics = {**means, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
-        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        (value, grads), tokens, of_indexers = gradients(state.params, batch)
+        metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
+        metrics |= {f"indexer_{name}": mean.mean() for name, mean in of_indexers.items()}
+        finite = jnp.isfinite(value) & jnp.isfinite(metrics["grad_norm"])
         # A branch, not a selection, which would need the memory of both states.
         return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics
 

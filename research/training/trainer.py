@@ -1,6 +1,5 @@
 """A model in training: its state, its data, and the programs that change it. Knows nothing of folders and records."""
 
-import collections
 import contextlib
 import functools
 import pathlib
@@ -13,13 +12,13 @@ import ml_collections
 from research import config as config_lib
 from research import data as data_lib
 from research import errors
-from research.attention import indexer_loss
+from research.config import ConfigError
 from research.model import language_model
 from research.model import spec as model_spec
 from research.parallel import batch as parallel
 from research.training import flops, optimizer
 from research.training import step as step_lib
-from research.training.checkpoints import FOLDER, Checkpoints
+from research.training.checkpoints import newest
 
 
 class Trainer:
@@ -60,24 +59,21 @@ class Trainer:
         self.iterator.set_state(iterator)
 
     def start_from(self, folder: pathlib.Path) -> None:
-        """Takes over parameters and moments from the newest checkpoint of another run, at the beginning of a schedule.
+        """Takes over the parameters and the optimizer's memory of another run, at the beginning of the schedule.
 
         Raises:
-          ConfigError: there is no checkpoint, or its arrays are not those of this model.
+          ConfigError: the folder holds no checkpoint that is whole, or one of another shape.
         """
-        restored = None
-        name = f"config.train.start_from={self._config.train.start_from!r}"
+        field = f"config.train.start_from={self._config.train.start_from!r}"
         try:
-            if (folder / FOLDER).is_dir():  # `Checkpoints` would make it
-                with Checkpoints(folder / FOLDER) as checkpoints:
-                    restored = checkpoints.restore(self.state)
-        except config_lib.ConfigError as error:
-            raise config_lib.ConfigError(f"{name}: {error}") from error
-        if restored is None:
-            raise config_lib.ConfigError(
-                f"{name}: no checkpoint in {folder}; must be the id of a run below run.root, or its path"
+            state = newest(folder, self.state)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from error
+        if state is None:
+            raise ConfigError(
+                f"{field}: {folder} holds no checkpoint; must be the id of a run in the same run.root, or its path"
             )
-        self.state = restored.state._replace(opt_state=optimizer.restarted(restored.state.opt_state))
+        self.state = state._replace(opt_state=optimizer.restarted(state.opt_state))
 
     def compile(self) -> None:
         """Compiles the update, and learns its `cost`."""
@@ -87,8 +83,8 @@ class Trainer:
             compiled = step_lib.compile_update(update, self.state, shapes)
         flops_per_token = flops.per_token(self.spec, self._config.data.seq_len, self.state.params)
         self._update, self.cost = compiled.update, compiled.cost | {"flops_per_token": flops_per_token}
-        measured = functools.partial(step_lib.losses, language_model.build(self.spec, measure=True))
-        self._losses = jax.jit(parallel.mean(measured, self._mesh))
+        measuring = language_model.build(self.spec, measure=True)
+        self._losses = jax.jit(parallel.mean(functools.partial(step_lib.losses, measuring), self._mesh))
 
     def update(self) -> tuple[dict[str, float], float, float]:
         """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.
@@ -106,20 +102,19 @@ class Trainer:
         return row, fetched - start, time.perf_counter() - fetched
 
     def evaluate(self, batches: int) -> dict[str, float]:
-        """Means over the real tokens of the first validation batches: loss, and of the indexers indexer_....
-
-        See `indexer_loss.measure`; what is to be told of the tokens that have a choice is left out where none has.
-        """
-        totals, count = collections.Counter(), 0
+        """Means over the first validation batches: the loss, and what is known of the indexers, `indexer_...`."""
+        total, count, of_indexers = 0.0, 0, []
         with in_memory(self._config, "validation"):
             for batch in self.data.validation_batches(batches):
-                means, tokens = jax.device_get(self._losses(self.state.params, parallel.distribute(batch, self._mesh)))
-                totals.update({name: mean.item() * tokens.item() for name, mean in means.items()})
-                count += tokens.item()
-        choosing = totals.pop("indexer_choice", 0.0)
-        of_choosing = {f"indexer_{name}" for name in indexer_loss.OF_CHOOSING}
-        counts = {name: choosing if name in of_choosing else count for name in totals}
-        return {name: total / counts[name] for name, total in totals.items() if counts[name]}
+                found = self._losses(self.state.params, parallel.distribute(batch, self._mesh))
+                loss, tokens, of_batch = jax.device_get(found)
+                total, count = total + loss.item() * tokens.item(), count + tokens.item()
+                of_indexers.append(of_batch)
+        means = {"loss": total / count}
+        for name, mean in jax.tree.map(lambda *x: sum(leaf.item() for leaf in x), *of_indexers).items():
+            if mean.count:
+                means[f"indexer_{name}"] = mean.total / mean.count
+        return means
 
 
 def in_memory(config: ml_collections.ConfigDict, doing: str) -> contextlib.AbstractContextManager[None]:

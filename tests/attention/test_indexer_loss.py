@@ -86,9 +86,7 @@ def expected_kl(index, heads, segments, selected) -> float:
 
 
 def kl(index, heads, segments, selected):
-    """Summed, as `expected_kl` is."""
-    tokens = jnp.maximum((segments >= 0).sum(), 1)
-    return indexer_loss.loss(index, heads, VISIBILITY, segments, selected) * tokens
+    return indexer_loss.loss(index, heads, VISIBILITY, segments, selected)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -96,20 +94,21 @@ def kl(index, heads, segments, selected):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_loss_equals_loops(packing, sinks, sparse):
     index, heads, segments, selected = random_arguments(packing, sinks, sparse)
-    total = jax.jit(kl)(index, heads, segments, selected)
+    total, count = jax.jit(kl)(index, heads, segments, selected)
     assert total.dtype == jnp.float32
+    assert count == np.sum(np.array(PACKINGS[packing]) >= 0)
     expected = expected_kl(in_float64(index), in_float64(heads), np.asarray(segments), selected)
     assert expected > 30 or packing == "only padding"
     np.testing.assert_allclose(total, expected, rtol=1e-5)
     # The value is the same on the way to the gradient.
-    again = jax.jit(jax.value_and_grad(lambda index: kl(index, heads, segments, selected)))(index)[0]
+    again = jax.jit(jax.value_and_grad(lambda index: kl(index, heads, segments, selected).total))(index)[0]
     np.testing.assert_allclose(again, total, rtol=1e-6)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_gradient_equals_finite_differences(sparse):
     index, heads, segments, selected = random_arguments(sparse=sparse)
-    gradients = jax.jit(jax.grad(lambda index: kl(index, heads, segments, selected)))(index)
+    gradients = jax.jit(jax.grad(lambda index: kl(index, heads, segments, selected).total))(index)
     rng, step, exact = np.random.default_rng(1), 1e-6, in_float64(index)
     for name, gradient in gradients._asdict().items():
         direction = rng.standard_normal(gradient.shape)
@@ -140,7 +139,7 @@ def direct_kl(index, heads, segments, selected):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_streamed_equals_direct(sparse):
     index, *others = random_arguments(sparse=sparse)
-    value, gradients = jax.jit(jax.value_and_grad(lambda index: kl(index, *others)))(index)
+    value, gradients = jax.jit(jax.value_and_grad(lambda index: kl(index, *others).total))(index)
     expected, of_direct = jax.jit(jax.value_and_grad(lambda index: direct_kl(index, *others)))(index)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     jax.tree.map(lambda ours, theirs: oracles.assert_close(ours, theirs, 1e-5), gradients, of_direct)
@@ -151,20 +150,20 @@ def test_a_perfect_student_has_no_loss_and_no_gradient():
     _, heads, segments, _ = random_arguments("one document")
     heads = heads._replace(q=jnp.abs(heads.q[:, :, :1, :]), compressed=jnp.abs(heads.compressed), sinks=None)
     index = Index(heads.q, heads.compressed, jnp.ones((2, SEQ_LEN, 1)))
-    value, gradients = jax.value_and_grad(lambda index: kl(index, heads, segments, None))(index)
+    value, gradients = jax.value_and_grad(lambda index: kl(index, heads, segments, None).total)(index)
     assert abs(value) < 1e-4
     assert max(np.abs(leaf).max() for leaf in gradients) < 1e-5
 
 
 def test_no_gradient_reaches_the_attention():
     index, heads, segments, selected = random_arguments()
-    gradients = jax.grad(lambda heads: kl(index, heads, segments, selected))(heads)
+    gradients = jax.grad(lambda heads: kl(index, heads, segments, selected).total)(heads)
     jax.tree.map(lambda gradient: np.testing.assert_array_equal(gradient, 0.0), gradients)
 
 
 def test_what_sees_nothing_gets_no_gradient():
     index, *others = random_arguments(sparse=False)
-    gradients = jax.grad(lambda index: kl(index, *others))(index)
+    gradients = jax.grad(lambda index: kl(index, *others).total)(index)
     segments = np.array(PACKINGS["packed"])
     visible = np.asarray(selection.visible_entries(VISIBILITY, jnp.asarray(segments)))
     # A single entry has probability 1 whatever its score.
@@ -184,19 +183,24 @@ def test_a_head_that_looks_elsewhere_has_no_say():
     index, heads, segments, _ = random_arguments("one document")
     drowned = heads._replace(sinks=jnp.array([60.0, 0.0]))
     alone = heads._replace(q=heads.q[:, :, 1:], sinks=jnp.zeros(1))
-    np.testing.assert_allclose(kl(index, drowned, segments, None), kl(index, alone, segments, None), 1e-5)
-    assert abs(kl(index, heads, segments, None) - kl(index, alone, segments, None)) > 1
+    np.testing.assert_allclose(kl(index, drowned, segments, None).total, kl(index, alone, segments, None).total, 1e-5)
+    assert abs(kl(index, heads, segments, None).total - kl(index, alone, segments, None).total) > 1
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 4])
 def test_hardly_any_entries(seq_len):
     """With one entry there is nothing to choose, with none not even that."""
     index, *others = random_arguments("one document", sparse=False, seq_len=seq_len)
-    value, gradients = jax.value_and_grad(lambda index: kl(index, *others))(index)
+    value, gradients = jax.value_and_grad(lambda index: kl(index, *others).total)(index)
     assert value == 0
     jax.tree.map(lambda gradient: np.testing.assert_array_equal(gradient, 0.0), gradients)
     measured = indexer_loss.measure(index, others[0], VISIBILITY, *others[1:])
-    assert not any(measured.values())
+    assert {name: mean.count for name, mean in measured.items() if name != "kl"} == {
+        "recall": 0,
+        "coverage": 0,
+        "entropy": 0,
+        "useful": 0,
+    }
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -218,13 +222,10 @@ def test_measures_equal_loops(sparse):
                 entropy = -np.sum(student * np.log(student))
                 rows.append((len(chosen & best) / top_k, teacher[list(chosen)].sum(), entropy, top_k / len(seen)))
     assert 100 < len(rows) < 2 * SEQ_LEN
-    tokens = np.sum(np.array(PACKINGS["packed"]) >= 0)
-    np.testing.assert_allclose(measured.pop("kl") * tokens, kl(index, heads, segments, selected), rtol=1e-6)
-    np.testing.assert_allclose(measured["choice"] * tokens, len(rows), rtol=1e-6)
-    expected = dict(zip(indexer_loss.OF_CHOOSING, np.mean(rows, axis=0), strict=True)) | {"choice": 1.0}
-    assert measured.keys() == expected.keys()
-    for name, mean in measured.items():
-        np.testing.assert_allclose(mean / measured["choice"], expected[name], rtol=1e-5)
+    for name, expected in zip(("recall", "coverage", "entropy", "useful"), np.sum(rows, axis=0), strict=True):
+        assert measured[name].count == len(rows)
+        np.testing.assert_allclose(measured[name].total, expected, rtol=1e-5)
+    np.testing.assert_allclose(measured["kl"].total, kl(index, heads, segments, selected).total, rtol=1e-6)
 
 
 def test_memory_is_that_of_a_block_of_queries():
@@ -238,7 +239,7 @@ def test_memory_is_that_of_a_block_of_queries():
     visibility = CompressedSparse(window=128, ratio=4, top_k=64)
 
     def loss(index, heads):
-        return indexer_loss.loss(index, heads, visibility, segments, None)
+        return indexer_loss.loss(index, heads, visibility, segments, None).total
 
     unit = 4 * seq_len * entries
     assert temp_bytes(jax.value_and_grad(loss), index, heads) < 2 * unit
@@ -249,6 +250,8 @@ def test_bfloat16_is_rounded_only_where_it_comes_in():
     """Teacher, student and loss are float32: equal to that of the same numbers given as float32."""
     index, heads, segments, selected = random_arguments(dtype=jnp.bfloat16)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (index, heads))
-    np.testing.assert_allclose(kl(index, heads, segments, selected), kl(*exact, segments, selected), rtol=1e-5)
-    gradients = jax.grad(lambda index: kl(index, heads, segments, selected))(index)
+    np.testing.assert_allclose(
+        kl(index, heads, segments, selected).total, kl(*exact, segments, selected).total, rtol=1e-5
+    )
+    gradients = jax.grad(lambda index: kl(index, heads, segments, selected).total)(index)
     assert [leaf.dtype for leaf in gradients] == [leaf.dtype for leaf in index]

@@ -40,12 +40,13 @@ np.testing.assert_array_equal(spread["x"], rows["x"])
 def mean(w, part):
     real = part["real"] > 0
     value = lambda w: jnp.where(real, (part["x"] * w) ** 2, 0.0).sum() / jnp.maximum(real.sum(), 1)
-    return jax.value_and_grad(value)(w), real.sum()
+    return jax.value_and_grad(value)(w), real.sum(), {"rows": jnp.float32(len(real))}
 
-(value, slope), tokens = jax.jit(batch.mean(mean, mesh))(jnp.float32(1.5), spread)
-(expected, expected_slope), expected_tokens = mean(jnp.float32(1.5), rows)
+(value, slope), tokens, sums = jax.jit(batch.mean(mean, mesh))(jnp.float32(1.5), spread)
+(expected, expected_slope), expected_tokens, _ = mean(jnp.float32(1.5), rows)
 np.testing.assert_allclose([value, slope], [expected, expected_slope], rtol=1e-6)
 assert tokens == expected_tokens
+assert sums == {"rows": 8}
 assert value.sharding.is_fully_replicated
 """
 

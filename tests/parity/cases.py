@@ -32,6 +32,7 @@ SPEC = AttentionSpec(
     dq_reduction_steps=0,
     heads_per_call=0,
     vmem_limit_kib=0,
+    heads_at_once=0,
     window=128,
     hca_ratio=128,
     csa_ratio=4,

@@ -121,8 +121,8 @@ def check_inspection(config, message):
         kept = saved.restore(step_lib.init(spec, optimizer.build(config), config.seed))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept.state))
     batch = dict(np.load(folder / "batch.npz"))
-    means, _ = step_lib.losses(language_model.build(spec), kept.state.params, batch)
-    assert not np.isfinite(means["loss"])
+    loss, *_ = step_lib.losses(language_model.build(spec), kept.state.params, batch)
+    assert not np.isfinite(loss)
 
     names = json.loads((folder / "documents.json").read_text())
     texts = {document.name: document.text.tobytes() for document in trainer.read_data(config).corpus.training}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from research import tracking
-from research.attention.indexer_loss import OF_CHOOSING
 from research.config import ConfigError
 from research.model import language_model
 from research.model import spec as model_spec
@@ -20,7 +19,6 @@ from tests.oracles import assert_close
 from tests.training.test_run import folder_of, train
 
 SEQ_LEN = 64
-MEASURES = ("kl", *OF_CHOOSING)
 # Stage and weight, and which groups they train.
 ALL = ("sparse", 3.0)
 STAGES = {
@@ -79,8 +77,8 @@ def gradients(of):
     model = language_model.build(model_spec.from_config(make()))
 
     def loss(params):
-        means, _ = step_lib.losses(model, params, batch())
-        return means["loss" if of == "model" else "indexer_kl"]
+        value, _, of_indexers = step_lib.losses(model, params, batch())
+        return value if of == "model" else of_indexers["kl"].total / of_indexers["kl"].count
 
     return jax.jit(jax.grad(loss))(initial_state().params)
 
@@ -139,22 +137,25 @@ def test_the_metrics_say_what_was_trained():
 def losses(measure=False, **config):
     spec = model_spec.from_config(make(**config))
     model = language_model.build(spec, measure)
-    return jax.jit(functools.partial(step_lib.losses, model))(initial_state().params, batch())[0]
+    return jax.jit(functools.partial(step_lib.losses, model))(initial_state().params, batch())
 
 
 def test_dense_stages_attend_to_all_entries():
-    everything = losses(weight=0.0, attention__top_k=16)["loss"]
+    everything, _, _ = losses(weight=0.0, attention__top_k=16)
     dense, warmup, sparse = (updated(*key)[1]["loss"] for key in (("dense", 1.0), ("warmup", 0.5), ALL))
     np.testing.assert_allclose([dense, warmup], everything, rtol=1e-6)
     assert abs(sparse - everything) > 1e-4
 
 
 def test_measuring_changes_nothing_else():
-    means, trained = losses(measure=True, stage="warmup"), updated("warmup", 0.5)[1]
-    assert means.keys() == {f"indexer_{name}" for name in (*MEASURES, "choice")} | {"loss"}
-    for name in ("loss", "indexer_kl"):
-        np.testing.assert_allclose(means[name], trained[name], rtol=1e-6)
-    assert all(0 < means[f"indexer_{name}"] < means["indexer_choice"] < 1 for name in ("recall", "coverage", "useful"))
+    loss, tokens, measured = losses(True, stage="warmup")
+    metrics = updated("warmup", 0.5)[1]
+    np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-6)
+    assert measured.keys() == {"kl", "recall", "coverage", "entropy", "useful"}
+    assert measured["kl"].count == 2 * tokens  # two CSA layers
+    means = {name: float(mean.total / mean.count) for name, mean in measured.items()}
+    np.testing.assert_allclose(means["kl"], metrics["indexer_kl"], rtol=1e-6)
+    assert all(0 < means[name] < 1 for name in ("recall", "coverage", "useful"))
 
 
 def test_a_restarted_schedule_keeps_the_moments():
@@ -189,8 +190,7 @@ def chain(tmp_path_factory):
 
 def final_state(config):
     like = step_lib.init(model_spec.from_config(config), optimizer.build(config), config.seed)
-    with checkpoints.Checkpoints(folder_of(config) / checkpoints.FOLDER) as saved:
-        return saved.restore(like).state
+    return checkpoints.newest(folder_of(config), like)
 
 
 def test_a_stage_starts_where_another_ended(chain):
@@ -209,7 +209,7 @@ def test_rows_tell_the_stages_apart(chain):
     for stage, recorded in rows.items():
         assert all(("indexer_kl" in row) == (stage != "dense") for row in recorded)
         measured = [{name for name in row if name.startswith("val_indexer_")} for row in recorded]
-        everything = {f"val_indexer_{name}" for name in MEASURES}
+        everything = {f"val_indexer_{name}" for name in ("kl", "recall", "coverage", "entropy", "useful")}
         assert measured == [set(), everything, set(), everything]
         summary = tracking.read_json(folder_of(chain[stage]) / tracking.SUMMARY)
         assert summary["val_indexer_recall"] == recorded[-1]["val_indexer_recall"]
@@ -218,13 +218,13 @@ def test_rows_tell_the_stages_apart(chain):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train__start_from": "nowhere"}, r"config\.train\.start_from='nowhere': no checkpoint in .*nowhere; must be"),
-        ({"model__hidden": 16}, r"config\.train\.start_from='dense': checkpoint 4 does not fit the model \(.*embed"),
+        ({"train__start_from": "nowhere"}, r"start_from='nowhere': .*nowhere holds no checkpoint; must be the id of"),
+        ({"model__hidden": 16}, r"start_from='dense': checkpoint 4 does not fit the model \(.*embed"),
     ],
     ids=str,
 )
 def test_nothing_fit_to_start_from(chain, changes, message):
     config = make("warmup", **{"train__start_from": "dense"} | changes)
     config.run.root, config.run.id = chain["dense"].run.root, "misfit" + "".join(changes)
-    with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
+    with pytest.raises(ConfigError, match=rf"^config\.train\.{message}[^\n]*$"):
         train(config)

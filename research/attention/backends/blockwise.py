@@ -238,7 +238,7 @@ def _fold(state, q_block, keys, mask):
 
 
 def _attend_forward(plan, q, keys, marks, sinks):
-    out, logsumexp = _forward(plan, q, keys, marks, sinks)
+    out, logsumexp = backends.saved(*_forward(plan, q, keys, marks, sinks))
     return out, (q, keys, marks, sinks, out, logsumexp)
 
 

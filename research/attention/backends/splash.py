@@ -167,7 +167,7 @@ def _call_forward(heads, kernel, q, keys, ids, sinks):
         return heads.put(out, of_some, first), logsumexp
 
     nothing = jnp.zeros_like(q), jnp.zeros((q.shape[1], heads.layout.q_len))
-    out, logsumexp = heads.each(body, nothing, q.shape[1])
+    out, logsumexp = backends.saved(*heads.each(body, nothing, q.shape[1]))
     return out, (kernel, q, keys, ids, sinks, out, logsumexp)
 
 
