@@ -64,11 +64,14 @@ class Trainer:
         Raises:
           ConfigError: the folder holds no checkpoint that is whole, or one of another shape.
         """
-        state = newest(folder, self.state)
+        field = f"config.train.start_from={self._config.train.start_from!r}"
+        try:
+            state = newest(folder, self.state)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from error
         if state is None:
             raise ConfigError(
-                f"config.train.start_from={self._config.train.start_from!r}: {folder} holds no checkpoint; must be the "
-                "id of a run in the same run.root, or its path"
+                f"{field}: {folder} holds no checkpoint; must be the id of a run in the same run.root, or its path"
             )
         self.state = state._replace(opt_state=optimizer.restarted(state.opt_state))
 

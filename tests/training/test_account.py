@@ -23,12 +23,16 @@ def shapes(config):
     return spec, jax.eval_shape(lambda: step_lib.init(spec, optimizer.build(config), 0))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_counted_by_hand(tied):
-    """Twice the parameters of every product, and the visible pairs one by one, times three for the backward pass."""
+@pytest.mark.parametrize(
+    ("tied", "stage", "weight"),
+    [(True, "sparse", 1.0), (False, "sparse", 1.0), (True, "sparse", 0.0), (True, "dense", 1.0), (True, "warmup", 1.0)],
+)
+def test_flops_are_counted_by_hand(tied, stage, weight):
+    """Twice the parameters of every product, and the visible pairs one by one, times three where something learns."""
     config = base_config()
     config.model.update(layers=("sliding", "csa", "hca"), repeats=2, hidden=24, ffn_width=40, tied_head=tied)
     config.attention.update(window=8, hca_ratio=16, csa_ratio=4, top_k=3, heads=4, head_width=10, rope_width=4)
+    config.attention.update(csa_stage=stage, indexer_loss_weight=weight)
     config.attention.update(q_rank=6, out_groups=2, out_rank=5, index_heads=3, index_head_width=8)
     spec, state = shapes(config)
     S, E, F, D, H = 50, 24, 40, 10, 4
@@ -38,11 +42,15 @@ def test_flops_are_counted_by_hand(tied):
     for kind in spec.layers:
         seen = oracles.visible(spec.attention.visibility(kind), np.zeros(S)).sum(axis=-1)
         local = np.minimum(np.arange(S) + 1, 8)
-        seen = local + np.minimum(seen - local, 3) if kind == "csa" else seen
+        if kind == "csa":
+            seen = local + np.minimum(seen - local, 3 if stage == "sparse" else S)
+            taught = H * D * (seen - local).sum() if weight and stage != "dense" else 0
         forward += 2 * products[kind] * S + 2 * 2 * H * D * seen.sum()
     indexer = 6 * 3 * 8 + 4 * E * 8 + E * 3
     scored = sum((t + 1) // 4 for t in range(S)) * 3 * 8
-    whole = 3 * 2 * forward + 2 * 2 * (indexer * S + scored) + 3 * 2 * 257 * E * S
+    passes = 3 if stage != "warmup" else 1
+    index_passes = {"dense": 0, "warmup": 3, "sparse": 3 if weight else 1}[stage]
+    whole = passes * 2 * (forward + 257 * E * S) + 2 * 2 * (index_passes * (indexer * S + scored) + taught)
     assert flops.per_token(spec, S, state.params) == pytest.approx(whole / S, rel=1e-12)
 
 
