@@ -1,17 +1,22 @@
 """Trains one language model: `python launch/train.py --config=experiments/mask_strategies.py:demo`.
 
 Any field of the config can be overridden: `--config.attention.block_q=256 --config.model.layers="('hca',)"`.
+`--point=LABEL` trains one point of the experiment's sweep, as wandb's agents do.
 A run that was killed goes on from its last checkpoint when it is started again with the same `--config.run.id`.
 """
 
 import datetime
+import os
 import pathlib
 
 import rich.console
+from absl import flags as absl_flags
 
 from launch import flags
 from research import experiment, tracking
 from research.training import run
+
+absl_flags.DEFINE_string("point", "", "a point of the experiment's sweep, by its label")  # `flags.expand` reads it
 
 
 def main() -> int:
@@ -31,9 +36,14 @@ def main() -> int:
 
 
 def default_id(target: str, overrides: experiment.Overrides) -> str:
-    """Date, experiment and overrides: `20260131-235959-mask_strategies-demo-block_q=256`."""
+    """Date, experiment and overrides: `20260131-235959-mask_strategies-demo-block_q=256`.
+
+    Under an agent of wandb its sweep and run stand for the date, so that a run it starts again finds its checkpoint.
+    """
     path, _, arg = target.partition(":")
-    parts = (f"{datetime.datetime.now():%Y%m%d-%H%M%S}", pathlib.Path(path).stem, arg, experiment.label(overrides))
+    sweep = os.environ.get("WANDB_SWEEP_ID")
+    start = f"{sweep}-{os.environ['WANDB_RUN_ID']}" if sweep else f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    parts = (start, pathlib.Path(path).stem, arg, experiment.label(overrides))
     return "-".join(part for part in parts if part)
 
 
