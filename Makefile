@@ -12,10 +12,10 @@ help: ## list the targets
 setup: $(INSTALLED) ## make the virtual environment (PYTHON=python3.13 VENV=.venv-313 for another interpreter)
 
 # Made anew when the requirements change, so that nothing removed from them lingers.
-$(INSTALLED): requirements.txt pyproject.toml
+$(INSTALLED): requirements.txt requirements-schema.txt pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-schema.txt --editable .
 	@touch $@
 
 $(VENV)/.installed-%: requirements-%.txt $(INSTALLED)

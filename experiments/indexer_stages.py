@@ -11,8 +11,8 @@ The points after the first three run for a few steps of the dense stage only: wh
 a schedule that a selection rules out (`static`), beside one that it does not (`dynamic`). `:quick` has fewer steps.
 
 On 2 cores of an x86-64 machine without accelerator, Python 3.11, 2026-11-29: 4.3 minutes of processor time, of them 1.3
-for the stages. Recall 0.16 before the warm-up, 0.90 after it, 0.84 at the end, where a random choice has 0.18; 0.81 of it
-is learnt in the first 40 of the 400 steps. Validation, bits per byte: 2.899 after the dense stage and, the model being
+for the stages. Recall 0.16 before the warm-up, 0.90 after it, 0.84 at the end, where a random choice has 0.18; it is at
+0.81 after 40 of the 400 steps. Validation, bits per byte: 2.899 after the dense stage and, the model being
 the same, after the warm-up; 2.579 after the sparse one. A warm-up step takes 0.37 of a dense one, its temporary memory
 0.23: no gradient passes through the model.
 """

@@ -1,5 +1,6 @@
 """The `--config` flag of the launchers: `--config=experiments/x.py:arg --config.group.field=value`."""
 
+import argparse
 import os
 import pathlib
 import re
@@ -25,7 +26,10 @@ _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
 
 
 def run(main: Callable[[], int], *, config_required: bool = True) -> None:
-    """Parses the command line, exits with what `main` returns, and reports foreseen errors in a line."""
+    """Parses the command line, exits with what `main` returns, and reports foreseen errors in a line.
+
+    Where the launcher has a flag `--point`, it stands for the overrides of that point of the experiment's sweep.
+    """
     if config_required:
         flags.mark_flag_as_required("config")
 
@@ -84,6 +88,23 @@ def _preset_path(config: ml_collections.ConfigDict, name: str) -> pathlib.Path:
     return pathlib.Path(config.run.root) / "presets" / f"{name}.json"
 
 
+def expand(arguments: Sequence[str]) -> list[str]:
+    """Replaces `--point=LABEL` by the overrides that it stands for.
+
+    Raises:
+      ConfigError: there is no such point, or an argument overrides what it sets.
+    """
+    label, rest = _take("point", arguments)
+    chosen, _ = _take("config", rest)
+    if not (label and chosen):
+        return rest
+    point = experiment.point(chosen, label)
+    for argument in rest:
+        if (match := _OVERRIDE.fullmatch(argument)) and match[1] in point:
+            raise ConfigError(f"config.{match[1]}: is set by --point={label} itself")
+    return [*rest, *experiment.as_flags(point)]
+
+
 def check(arguments: Sequence[str]) -> None:
     """Checks the experiment, its argument and the names of overrides, which config_flags would meet with a traceback.
 
@@ -99,8 +120,18 @@ def check(arguments: Sequence[str]) -> None:
             experiment.check_name(chosen, match[1])
 
 
+def _take(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of the flag, None where it is not given, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}", f"-{name}")
+    known, rest = parser.parse_known_args(arguments)
+    return getattr(known, name), rest
+
+
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
+        if "point" in flags.FLAGS:
+            sys.argv = argv = [argv[0], *expand(argv[1:])]  # config_flags looks for overrides in sys.argv
         check(argv[1:])
         rest = app.parse_flags_with_usage(argv)
         if rest[1:]:

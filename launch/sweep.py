@@ -3,35 +3,64 @@
 Further overrides apply to all points: `--config.train.steps=5`. Started again, it runs only what has not finished;
 `--fresh` runs everything again. Exits with 1 if a point failed or the results contradict the experiment's own check,
 and with 2, before anything is run, if a point is invalid.
+
+`--parallel=N` runs N points at a time, whose times then disturb one another. `--to=slurm` runs them as an array of
+jobs, with `--job=NAME=VALUE` for each of their settings: `--job=timeout_min=240 --job=gpus_per_node=1`. `--to=wandb`
+writes a sweep file for agents, and `--create` registers it.
 """
 
 import json
-import shlex
+import pathlib
 import sys
 
 import jax
 import rich.console
 import rich.progress
+import submitit
+import yaml
 from absl import flags as absl_flags
 
 from analysis import plot, table
 from launch import flags
-from research import experiment, sweep
+from research import agents, experiment, slurm, sweep
+from research.config import ConfigError
 from research.training.run import FINISHED
 
+_TO = absl_flags.DEFINE_enum("to", "here", ["here", "slurm", "wandb"], "where the points are run")
 _FRESH = absl_flags.DEFINE_bool("fresh", False, "run the finished points again, too")
+_PARALLEL = absl_flags.DEFINE_integer("parallel", 0, "points at a time; 0: one here, as many as Slurm will there", 0)
+_JOB = absl_flags.DEFINE_multi_string("job", [], "a setting of Slurm jobs, NAME=VALUE; see research/slurm.py")
+_CREATE = absl_flags.DEFINE_bool("create", False, "register the sweep with wandb")
+_PLATFORM = absl_flags.DEFINE_enum(
+    "platform", None, ["cpu", "gpu", "tpu"], "where points run, if not on a machine like this"
+)
+
+# Which flags say something, and where.
+_USES = {
+    "here": {"fresh", "parallel"},
+    "slurm": {"fresh", "parallel", "job", "platform"},
+    "wandb": {"create", "platform"},
+}
 
 
 def main() -> int:
     """Runs what the command line describes, and returns the exit code."""
+    _check_flags()
     target, common, fresh = flags.target(), flags.overrides(), _FRESH.value
-    platform = sweep.detect_platform()
+    platform = _PLATFORM.value or sweep.detect_platform()
+    if _TO.value == "here" and _PARALLEL.value > 1 and platform != "cpu":
+        raise ConfigError(
+            f"--parallel={_PARALLEL.value}: one run takes every {platform} here; leave it out, or use --to"
+        )
     jax.config.update("jax_platforms", "cpu")  # the accelerator is for the points
-    points = sweep.plan(target, common, platform, fresh)
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 150)
-    rows = _run(points, fresh, console)
-
+    points = sweep.plan(target, common, platform, fresh or _TO.value == "wandb")
     folder = points[0].folder.parent
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 150)
+    if _TO.value == "wandb":
+        return _hand_over(agents.describe(target, common, points, flags.config().wandb), folder, console)
+    jobs = slurm.executor(points, _JOB.value, _PARALLEL.value) if _TO.value == "slurm" else None
+    rows = _run(points, jobs, console)
+
     results, picture = folder / "results.jsonl", folder / "plot.png"
     results.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     module, _ = experiment.load(target)
@@ -45,25 +74,48 @@ def main() -> int:
     return 0 if agrees and not failed else 1
 
 
-def _run(points: list[sweep.Point], fresh: bool, console: rich.console.Console) -> list[experiment.Row]:
-    """Runs the points, showing the command of each and how far the sweep is."""
+def _check_flags() -> None:
+    for name in set().union(*_USES.values()) - _USES[_TO.value]:
+        if absl_flags.FLAGS[name].present:
+            places = ", ".join(f"--to={place}" for place, names in _USES.items() if name in names)
+            raise ConfigError(f"--{name}: has no effect with --to={_TO.value}, only with {places}")
+
+
+def _hand_over(description: dict, folder: pathlib.Path, console: rich.console.Console) -> int:
+    """Writes the file of a wandb sweep, and says or does what comes next."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(description, sort_keys=False, width=2**16), encoding="utf-8")
+    following = agents.create(description) if _CREATE.value else f"wandb sweep {path}"
+    console.print(f"sweep file: {path}\nnext: {following}", soft_wrap=True, markup=False)
+    return 0
+
+
+def _run(
+    points: list[sweep.Point], jobs: submitit.AutoExecutor | None, console: rich.console.Console
+) -> list[experiment.Row]:
+    """Runs the points, as Slurm's jobs or here, showing the command of each and how far the sweep is."""
     columns = (
         rich.progress.MofNCompleteColumn(),
         rich.progress.BarColumn(),
         rich.progress.TimeElapsedColumn(),
         rich.progress.TextColumn("{task.description}"),
     )
-    rows = []
+
+    rows: dict[int, experiment.Row] = {}
     with rich.progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=len(points))
-        for number, point in enumerate(points, 1):
-            bar.update(task, description=point.folder.name)
-            note = "finished before" if point.finished else shlex.join(point.command)
-            console.print(f"[{number}/{len(points)}] {note}", markup=False, soft_wrap=True)
-            rows.append(sweep.run_point(point, fresh))
+
+        def note(place: int, text: str) -> None:
+            bar.update(task, description=points[place].folder.name)
+            console.print(f"[{place + 1}/{len(points)}] {text}", markup=False, soft_wrap=True)
+
+        here = sweep.run(points, _FRESH.value, _PARALLEL.value or 1, note)
+        for place, row in slurm.run(jobs, points, _FRESH.value, note) if jobs else here:
+            rows[place] = row
             bar.advance(task)
         bar.update(task, description="")
-    return rows
+    return [rows[place] for place in range(len(points))]
 
 
 def _check(module, rows: list[experiment.Row], console: rich.console.Console) -> bool:

@@ -1,6 +1,7 @@
 """Trains one language model: `python launch/train.py --config=experiments/mask_strategies.py:demo`.
 
 Any field of the config can be overridden: `--config.attention.block_q=256 --config.model.layers="('hca',)"`.
+`--point=LABEL` trains one point of the experiment's sweep, as wandb's agents do.
 A run that was killed goes on from its last checkpoint when it is started again with the same `--config.run.id`; one
 that SIGTERM or SIGINT stopped has saved its last step, and exits with 75. `--dry_run` shows the resolved config, all
 shapes, and what a step takes in FLOPs and memory, and trains nothing.
@@ -11,6 +12,7 @@ Several processes, on one machine or several, train one model when all are given
 """
 
 import datetime
+import os
 import pathlib
 
 import jax
@@ -23,6 +25,8 @@ from research.parallel import batch as parallel
 from research.training import dry_run, run
 
 _DRY_RUN = absl_flags.DEFINE_bool("dry_run", False, "show what would be trained, and stop")
+
+absl_flags.DEFINE_string("point", "", "a point of the experiment's sweep, by its label")  # `flags.expand` reads it
 
 
 def main() -> int:
@@ -46,9 +50,14 @@ def main() -> int:
 
 
 def default_id(target: str, overrides: experiment.Overrides) -> str:
-    """Date, experiment and overrides: `20260131-235959-mask_strategies-demo-block_q=256`."""
+    """Date, experiment and overrides: `20260131-235959-mask_strategies-demo-block_q=256`.
+
+    Under an agent of wandb its sweep and run stand for the date, so that a run it starts again finds its checkpoint.
+    """
     path, _, arg = target.partition(":")
-    parts = (f"{datetime.datetime.now():%Y%m%d-%H%M%S}", pathlib.Path(path).stem, arg, experiment.label(overrides))
+    sweep = os.environ.get("WANDB_SWEEP_ID")
+    start = f"{sweep}-{os.environ['WANDB_RUN_ID']}" if sweep else f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    parts = (start, pathlib.Path(path).stem, arg, experiment.label(overrides))
     return "-".join(part for part in parts if part)
 
 

@@ -59,6 +59,20 @@ def check_arg(arg: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"argument {arg!r} after the colon: must be one of {', '.join(map(repr, known))}")
 
 
+def point(target: str, name: str) -> Overrides:
+    """The point of an experiment's sweep that has this label.
+
+    Raises:
+      ConfigError: there is none; names the nearest ones.
+    """
+    module, arg = load(target)
+    points = {label(overrides): overrides for overrides in module.sweep(arg)}
+    if name not in points:
+        nearest = difflib.get_close_matches(name, points, n=3, cutoff=0.0)
+        raise ConfigError(f"--point={name}: {target} has no such point; the nearest are {', '.join(nearest)}")
+    return points[name]
+
+
 def check_name(config: ml_collections.ConfigDict, name: str) -> None:
     """Raises ConfigError unless `name` is the dotted name of a field; names the nearest ones."""
     fields = field_names(config)

@@ -1,9 +1,10 @@
-"""Runs the points of an experiment's sweep one after the other, each in a process of its own.
+"""Runs the points of an experiment's sweep, each in a process of its own; see `slurm` and `agents` for other machines.
 
 A crash, whatever takes it down, costs one point. Points lie in `<run.root>/<sweep>/<point>`; one that has finished is
 not run again, one that was killed goes on from its checkpoint, one that failed is tried again.
 """
 
+import concurrent.futures
 import dataclasses
 import pathlib
 import shlex
@@ -11,12 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import ml_collections
 
 from research import experiment, tracking
 from research.config import ConfigError, validate
 from research.training import run as run_lib
+
+Note = Callable[[int, str], None]  # is told what happens to the point at a place
+FINISHED_BEFORE = "finished before"
 
 _TRAIN = pathlib.Path(__file__).parents[1] / "launch" / "train.py"
 
@@ -110,18 +115,46 @@ def folder_name(target: str, common: experiment.Overrides) -> str:
     return "-".join(part for part in (pathlib.Path(path).stem, arg, experiment.label(common)) if part)
 
 
+def run(points: list[Point], fresh: bool, parallel: int, note: Note) -> Iterator[tuple[int, experiment.Row]]:
+    """Runs points here, `parallel` at a time; yields place and row of each as it ends."""
+
+    def run_one(place: int, point: Point) -> experiment.Row:
+        note(place, FINISHED_BEFORE if point.finished else shlex.join(point.command))
+        return run_point(point, fresh)
+
+    with concurrent.futures.ThreadPoolExecutor(parallel) as pool:  # threads, for they only wait for processes
+        futures = {pool.submit(run_one, place, point): place for place, point in enumerate(points)}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        finally:  # Ctrl-C reaches the running processes by itself; the other points must not follow
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
 def run_point(point: Point, fresh: bool) -> experiment.Row:
-    """Runs a point unless it has finished, and returns its row: the summary, however the run ended."""
+    """Runs a point unless it has finished, and returns its row."""
     if not point.finished:
         if fresh:
             shutil.rmtree(point.folder, ignore_errors=True)
         point.folder.mkdir(parents=True, exist_ok=True)
-        summary = point.folder / tracking.SUMMARY
-        summary.unlink(missing_ok=True)
+        (point.folder / tracking.SUMMARY).unlink(missing_ok=True)
         with open(point.folder / "log.txt", "ab") as log:
             code = subprocess.run(point.command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        if not summary.exists():  # not even Python lived to tell
-            tracking.write_json(summary, {"status": _ending(code), "message": f"see {point.folder / 'log.txt'}"})
+        # Where not even Python lived to tell.
+        record_death(point, f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}", "log.txt")
+    return row(point)
+
+
+def record_death(point: Point, status: str, log: str) -> None:
+    """Writes the summary of a point that ended without one; `log` is the file that may say more."""
+    if not (point.folder / tracking.SUMMARY).exists():
+        point.folder.mkdir(parents=True, exist_ok=True)
+        death = {"status": status, "message": f"see {point.folder / log}"}
+        tracking.write_json(point.folder / tracking.SUMMARY, death)
+
+
+def row(point: Point) -> experiment.Row:
+    """A point with the summary of its run, however that ended."""
     return {
         "point": point.folder.name,
         **tracking.read_json(point.folder / tracking.SUMMARY),
@@ -136,10 +169,6 @@ def _from_here(path: str | pathlib.Path) -> str:
     """The path as one would type it in the working folder."""
     here = pathlib.Path.cwd()
     return str(pathlib.Path(path).relative_to(here) if pathlib.Path(path).is_relative_to(here) else path)
-
-
-def _ending(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def detect_platform() -> str:

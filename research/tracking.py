@@ -153,8 +153,6 @@ def start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
     """Returns wandb's run, or None where it is disabled."""
     if config.wandb.mode == "disabled" or not _writes():
         return None
-    # A sweep agent's file of dotted parameters would stand in the config a second time, beside the nested ones.
-    os.environ.pop("WANDB_SWEEP_PARAM_PATH", None)
     import wandb  # half a second, and only where wanted
 
     mode = config.wandb.mode
@@ -162,7 +160,7 @@ def start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
         # Credentials are looked up, not verified: verifying needs the network.
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     identity = folder / "wandb_id"
-    if not identity.exists():
+    if not identity.exists() or "WANDB_SWEEP_ID" in os.environ:  # an agent's run has the id that the agent gave it
         _replace(identity, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
     return wandb.init(
         project=config.wandb.project,

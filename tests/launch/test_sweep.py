@@ -12,33 +12,19 @@ from research.config import ConfigError
 ROOT = pathlib.Path(__file__).parents[2]
 TARGET = f"{ROOT}/tests/tiny.py"
 
-# Stands in for launch/train.py: ends as the learning rate of the point demands, and counts how often it ran.
-FAKE = """
-import json, os, pathlib, signal, sys
-values = dict(argument.removeprefix("--config.").split("=", 1) for argument in sys.argv[1:])
-folder = pathlib.Path(values["run.root"]) / values["run.id"]
-with open(folder / "ran", "a") as file:
-    file.write("x")
-if values["optimizer.learning_rate"] == "1e+30":
-    os.kill(os.getpid(), signal.SIGKILL)
-(folder / "summary.json").write_text(json.dumps({"status": "ok", "final_loss": 1.5}))
-"""
+
+def run(common, fresh=False, parallel=1):
+    rows = dict(sweep.run(sweep.plan(TARGET, common, "cpu", fresh), fresh, parallel, lambda place, text: None))
+    return [rows[place] for place in range(len(rows))]
 
 
-@pytest.fixture
-def fake(tmp_path, monkeypatch):
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
-    monkeypatch.setattr(sweep, "_TRAIN", script)
-    return {"run.root": str(tmp_path / "runs")}
-
-
-def run(common, fresh=False):
-    return [sweep.run_point(point, fresh) for point in sweep.plan(TARGET, common, "cpu", fresh)]
+def times(row):
+    """Start and end of every time it ran."""
+    return [line.split() for line in (pathlib.Path(row["folder"]) / "ran").read_text().splitlines()]
 
 
 def ran(row):
-    return len((pathlib.Path(row["folder"]) / "ran").read_text())
+    return len(times(row))
 
 
 def test_crash_costs_one_point_and_is_a_row(fake):
@@ -54,6 +40,35 @@ def test_finished_points_are_kept_and_failed_ones_tried_again(fake):
     assert [ran(row) for row in run(fake)] == [1, 1]
     assert [ran(row) for row in run(fake)] == [1, 2]
     assert [ran(row) for row in run(fake, fresh=True)] == [1, 1]  # the folders are new
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_as_many_run_at_a_time_as_asked(fake, parallel, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "1.5")
+    (((first, end),), ((second, last),)) = map(times, run(fake, parallel=parallel))
+    overlap = min(float(end), float(last)) - max(float(first), float(second))
+    assert (overlap > 0) == (parallel == 2)
+
+
+def test_points_that_wait_do_not_start_after_an_interruption(fake):
+    points = sweep.plan(TARGET, fake, "cpu", fresh=False)
+
+    def interrupt(place, text):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep.run(points, False, 1, interrupt))
+    assert not any(point.folder.exists() for point in points)
+
+
+def test_notes_say_what_is_run_and_what_is_not(fake):
+    run(fake)
+    notes = []
+    points = sweep.plan(TARGET, fake, "cpu", fresh=False)
+    list(sweep.run(points, False, 1, lambda *note: notes.append(note)))
+    assert notes[0] == (0, "finished before")
+    assert notes[1][0] == 1
+    assert "--config.optimizer.learning_rate=1e+30" in notes[1][1]
 
 
 def test_common_overrides_reach_every_point_and_name_the_folder(fake):

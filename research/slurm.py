@@ -1,0 +1,129 @@
+"""Runs the points of a sweep on a Slurm cluster, through submitit: an array of jobs, one for each unfinished point.
+
+A job that is preempted or runs out of time is queued again, and goes on from its run's checkpoint. The jobs outlive the
+process that submitted them: started again, it waits for those that are still queued or running.
+"""
+
+import ast
+import shutil
+from collections.abc import Iterator, Sequence
+
+import submitit
+
+from research import sweep, tracking
+from research.config import ConfigError
+from research.experiment import Row
+
+JOB = "job_id"  # file in a point's folder
+_LOGS = "jobs"  # folder beside the points' own
+_POLL_SECONDS = 10.0
+
+
+_JOBS = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
+
+
+class _Task(submitit.helpers.Checkpointable):
+    """What a job does, from the start or from a checkpoint: which, the run's folder says."""
+
+    def __call__(self, point: sweep.Point) -> Row:
+        return sweep.run_point(point, fresh=False)
+
+
+def executor(
+    points: list[sweep.Point], settings: Sequence[str], parallel: int, cluster: str = "slurm"
+) -> submitit.AutoExecutor:
+    """What submits the jobs of these points.
+
+    Args:
+      points: a sweep's.
+      settings: `name=value` each, as `submitit.AutoExecutor.update_parameters` names them: timeout_min (minutes),
+        gpus_per_node, cpus_per_task, mem_gb, and Slurm's own as slurm_partition, slurm_account and so on.
+      parallel: jobs that run at a time; 0 for as many as Slurm will.
+      cluster: 'slurm', or 'local' for processes on this machine.
+
+    Raises:
+      ConfigError: a setting is unknown, the time limit is missing, or there is no Slurm here.
+    """
+    values = dict(_setting(text) for text in settings)
+    if "timeout_min" not in values:
+        raise ConfigError("--job: must say timeout_min, the minutes after which a job is checkpointed and queued again")
+    if parallel:
+        values["slurm_array_parallelism"] = parallel
+    folder = points[0].folder.parent / _LOGS
+    try:
+        made = submitit.AutoExecutor(folder, cluster=cluster)
+        made.update_parameters(name=folder.parent.name, **values)
+    except (AssertionError, NameError, RuntimeError) as error:  # what submitit raises, Slurm's absence last
+        raise ConfigError(f"--job={','.join(settings)}: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def run(
+    made: submitit.AutoExecutor,
+    points: list[sweep.Point],
+    fresh: bool,
+    note: sweep.Note,
+    poll_seconds: float = _POLL_SECONDS,
+) -> Iterator[tuple[int, Row]]:
+    """Submits what has not finished and is not in the queue; yields place and row of each point as it ends.
+
+    Raises:
+      ConfigError: `fresh`, while jobs of an earlier submission are queued or running.
+    """
+    jobs = {place: job for place, point in enumerate(points) if (job := _in_queue(made, point))}
+    if fresh and jobs:
+        held = ", ".join(job.job_id for job in jobs.values())
+        raise ConfigError(f"--fresh: jobs {held} still work on these points; cancel them first")
+    missing = [place for place, point in enumerate(points) if not point.finished and place not in jobs]
+    for place in missing:
+        _prepare(points[place], fresh)
+    if missing:
+        submitted = made.map_array(_Task(), [points[place] for place in missing])
+        jobs |= dict(zip(missing, submitted, strict=True))
+    for place, point in enumerate(points):
+        if place in jobs:
+            (point.folder / JOB).write_text(jobs[place].job_id, encoding="utf-8")
+            note(place, f"job {jobs[place].job_id}")
+        else:
+            note(place, sweep.FINISHED_BEFORE)
+            yield place, sweep.row(point)
+    places = {job.job_id: place for place, job in jobs.items()}
+    for job in submitit.helpers.as_completed([*jobs.values()], poll_frequency=poll_seconds):
+        place = places[job.job_id]
+        yield place, _result(job, points[place])
+
+
+def _prepare(point: sweep.Point, fresh: bool) -> None:
+    """Clears what an earlier run left that must not be taken for the next one's."""
+    if fresh:
+        shutil.rmtree(point.folder, ignore_errors=True)
+    point.folder.mkdir(parents=True, exist_ok=True)
+    (point.folder / tracking.SUMMARY).unlink(missing_ok=True)
+
+
+def _result(job: submitit.Job, point: sweep.Point) -> Row:
+    try:
+        return job.result()
+    except submitit.core.utils.UncompletedJobError:  # the node died, or the job was cancelled
+        sweep.record_death(point, f"job {job.state.lower()}", f"../{_LOGS}/{job.paths.stderr.name}")
+        return sweep.row(point)
+
+
+def _in_queue(made: submitit.AutoExecutor, point: sweep.Point) -> submitit.Job | None:
+    """The point's job of an earlier submission, if it has not ended."""
+    path = point.folder / JOB
+    if point.finished or not path.exists():
+        return None
+    job = _JOBS[made.cluster](made.folder, path.read_text(encoding="utf-8"))
+    return None if job.done(force_check=True) else job
+
+
+def _setting(text: str) -> tuple[str, int | float | str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ConfigError(f"--job={text}: must be name=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # a word
+        return name, value

@@ -1,0 +1,219 @@
+"""Sweep files, and the command lines that wandb's own agent makes of them."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+import yaml
+from absl import flags as absl_flags
+from ml_collections import config_flags
+from wandb import wandb_agent
+from wandb.sdk.launch.sweeps import utils as sweep_utils
+
+from launch import flags
+from research import agents, experiment, sweep
+from research.config import ConfigError
+from tests import tiny
+from tests.experiments.test_experiments import CASES, platform
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = "tests/tiny.py"
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch, tmp_path):
+    """Agents are started in the repository's root; what they set in the environment is taken back."""
+    monkeypatch.chdir(ROOT)
+    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
+
+
+def described(target, common, where="cpu", mode="offline"):
+    settings = tiny.get_config().wandb
+    settings.mode = mode
+    return agents.describe(target, common, sweep.plan(target, common, where, fresh=True), settings)
+
+
+def through_yaml(description, tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(description))
+    return sweep_utils.load_sweep_config(str(path))
+
+
+def agent(description):
+    made = wandb_agent.Agent(api=None, queue=queue.Queue(), sweep_id="sweep1")
+    made._sweep_command = description["command"]
+    return made
+
+
+def start(made, description, parameters, run_id="run1"):
+    """What the agent does when the server sends it a run."""
+    response = made._process_command(
+        {
+            "type": "run",
+            "run_id": run_id,
+            "program": description["program"],
+            "args": {name: {"value": value} for name, value in parameters.items()},
+        }
+    )
+    assert "exception" not in response, response
+
+
+def expanded(description, parameters, monkeypatch):
+    """The agent's command line."""
+    commands = []
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb_agent, "AgentProcess", lambda command, **_: commands.append(command) or agent(description))
+        start(agent(description), description, parameters)
+    return commands[0]
+
+
+def parsed(command):
+    """The config that `launch/train.py` makes of a command line, and its overrides."""
+    arguments = flags.expand(command[3:])
+    flags.check(arguments)
+    values = absl_flags.FlagValues()
+    argv = ["train.py", *arguments]
+    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    assert values(argv) == ["train.py"]
+    return holder.value, config_flags.get_override_values(values["config"])
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")
+@pytest.mark.parametrize(("name", "arg"), CASES)
+def test_agents_run_the_points_of_the_sweep(name, arg, tmp_path, monkeypatch):
+    target, common = f"experiments/{name}.py:{arg}", {"seed": 3, "data.path": "/some where/*.txt"}
+    module, _ = experiment.load(target)
+    description = through_yaml(described(target, common, platform(arg)), tmp_path)
+    labels = description["parameters"]["point"]["values"]
+    assert len(labels) == len(module.sweep(arg))
+    for label, overrides in zip(labels, module.sweep(arg), strict=True):
+        command = expanded(description, {"point": label}, monkeypatch)
+        assert command[:3] == ["/usr/bin/env", sys.executable, "launch/train.py"]
+        config, recorded = parsed(command)
+        expected = module.get_config(arg)
+        experiment.override(expected, common | overrides)
+        assert config.to_dict() == expected.to_dict()
+        assert recorded == common | overrides
+
+
+def test_schema_of_sweep_files_is_kept(tmp_path):
+    found = importlib.util.find_spec("sweeps")
+    if found is None:
+        pytest.skip("the schema is not here: pip install --no-deps -r requirements-schema.txt")
+    schema = json.loads((pathlib.Path(found.origin).parent / "config" / "schema.json").read_text())
+    validator = jsonschema.Draft7Validator(schema)
+    validator.check_schema(schema)
+    description = through_yaml(described(TINY, {}), tmp_path)
+    assert not list(validator.iter_errors(description))
+    assert list(validator.iter_errors(description | {"method": "all"}))
+    assert list(validator.iter_errors(description | {"parameters": {"point": {"values": "x"}}}))
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")
+@pytest.mark.parametrize(
+    ("name", "written", "expected"),
+    [
+        ("attention.sinks", "false", False),
+        ("attention.sinks", "true", True),
+        ("attention.block_q", "0", 0),
+        ("attention.backend", "blockwise", "blockwise"),
+        ("optimizer.learning_rate", "1.0e-3", 1e-3),
+        ("optimizer.learning_rate", "1e-3", 1e-3),  # a word, says YAML
+        ("optimizer.learning_rate", "1", 1.0),
+        ("optimizer.weight_decay", "0", 0.0),
+        ("model.layers", "('hca', 'csa')", ("hca", "csa")),
+        ("model.layers", "[hca, csa]", ("hca", "csa")),
+        ("model.layers", "('csa',)", ("csa",)),
+        ("data.path", "/some where/a=b,c.txt", "/some where/a=b,c.txt"),
+        ("run.id", "''", ""),
+    ],
+)
+def test_parameters_added_by_hand_arrive(name, written, expected, monkeypatch):
+    parameters = yaml.safe_load(f"config.{name}:\n  values:\n  - {written}")
+    given = {parameter: choice["values"][0] for parameter, choice in parameters.items()}
+    config, recorded = parsed(expanded(described(TINY, {}), given, monkeypatch))
+    assert recorded == {name: expected}
+    assert type(recorded[name]) is type(expected)
+    assert experiment.value(config, name) == expected
+
+
+def test_parameter_that_the_point_sets_is_refused(monkeypatch):
+    given = {"point": "learning_rate=0.001", "config.optimizer.learning_rate": 0.1}
+    with pytest.raises(ConfigError, match=r"config\.optimizer\.learning_rate: is set by --point=learning_rate=0\.001"):
+        parsed(expanded(described(TINY, {}), given, monkeypatch))
+
+
+def test_group_of_parameters_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"config\.attention: is a group"):
+        parsed(expanded(described(TINY, {}), {"config.attention": {"top_k": 3}}, monkeypatch))
+
+
+def test_point_that_does_not_exist_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"no such point; the nearest are learning_rate=0\.001"):
+        experiment.point(TINY, "learning_rate=0.01")
+
+
+def test_runs_without_wandb_are_refused():
+    with pytest.raises(ConfigError, match=r"config\.wandb\.mode=disabled: must be auto, online or offline"):
+        described(TINY, {}, mode="disabled")
+
+
+def test_run_of_an_agent_is_wandbs_run_and_knows_its_parameters(tmp_path):
+    """Real training by a real agent. Wandb's search looks for a run's parameters in its config, under their names."""
+    common = {"run.root": str(tmp_path / "runs"), "wandb.mode": "offline", "train.steps": 3}
+    description = described(TINY, common)
+    made = agent(description)
+    for _ in range(2):  # the second time it resumes: the agent was stopped, say, and sends the run again
+        start(made, description, {"point": "learning_rate=0.001", "config.seed": 5}, "abcd1234")
+        assert made._run_processes["abcd1234"].wait(timeout=300) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name == "sweep1-abcd1234-tiny-steps=3,seed=5,learning_rate=0.001"
+    assert (folder / "wandb_id").read_text() == "abcd1234"
+    (record,) = (folder / "wandb").glob("offline-run-*")
+    assert record.name.endswith("-abcd1234")
+    written = (record / "run-abcd1234.wandb").read_bytes()
+    for key in (b"point", b"config.seed", b"sweep1"):
+        assert key in written
+
+
+def test_sweep_file_from_the_command_line(tmp_path):
+    """It is written, and only who is logged in can register it."""
+    command = [sys.executable, "launch/sweep.py", f"--config={TINY}", "--to=wandb", "--config.wandb.mode=offline"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    done = subprocess.run(
+        [*command, f"--config.run.root={tmp_path}", "--create"],
+        env=inherited | {"JAX_PLATFORMS": "cpu", "NETRC": str(tmp_path / "no-such-file"), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "invalid config: --create: not logged in to wandb; run `wandb login` first, or leave --create out\n",
+    )
+    description = yaml.safe_load((tmp_path / "tiny" / "sweep.yaml").read_text())
+    assert description["parameters"]["point"]["values"] == ["learning_rate=0.001", "learning_rate=1e+30"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to=wandb", "--parallel=2"], "--parallel: has no effect with --to=wandb, only with --to=here, --to=slurm"),
+        (["--job=timeout_min=3"], "--job: has no effect with --to=here, only with --to=slurm"),
+        (["--create"], "--create: has no effect with --to=here, only with --to=wandb"),
+    ],
+)
+def test_flags_without_effect_are_refused(arguments, message):
+    command = [sys.executable, "launch/sweep.py", f"--config={TINY}", *arguments]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"invalid config: {message}\n")
