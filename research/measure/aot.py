@@ -254,7 +254,8 @@ def _layer(point, config, spec, effective) -> dict[str, Program]:
         return out, pull_back(d_out)
 
     cost = _attention_cost(point, spec, effective)
-    cost += roofline.of_matrices(params, point.batch * point.seq_len, passes=3)
+    learns = spec.attention.trains_indexer
+    cost += roofline.of_matrices(params, point.batch * point.seq_len, indexer_learns=learns)
     return {"forward_backward": (forward_backward, (params, x, positions, x), (), cost)}
 
 
@@ -266,7 +267,8 @@ def _step(point, config, spec, effective) -> dict[str, Program]:
     update = step_lib.make_update(language_model.build(spec), optimizer, spec.attention)
     cost = _attention_cost(point, spec, effective)
     unused = () if spec.tied_head else ("embed",)
-    cost += roofline.of_matrices(state.params, point.batch * point.seq_len, passes=3, unused=unused)
+    learns = spec.attention.trains_indexer
+    cost += roofline.of_matrices(state.params, point.batch * point.seq_len, indexer_learns=learns, unused=unused)
     return {"update": (update, (state, batch), (0,), cost)}
 
 
@@ -294,7 +296,7 @@ def _attention_cost(point: Point, spec: model_spec.ModelSpec, effective) -> roof
         if kind == "csa":
             index = (spec.attention.index_heads, spec.attention.index_head_width)
             entries = single.visibility.num_entries(point.seq_len)
-            cost += roofline.of_index(point.batch, point.seq_len, entries, *index)
+            cost += roofline.of_index(point.batch, point.seq_len, entries, *index, learns=spec.attention.trains_indexer)
     return cost
 
 

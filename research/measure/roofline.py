@@ -57,26 +57,26 @@ def of_op(point: Point, effective: backends.Effective, phase: str) -> Cost:
     return Cost(copies * flops, useful_flops(point, phase), copies * sum(moved for *_, moved in parts))
 
 
-def of_matrices(params: Any, tokens: int, passes: int, unused: tuple[str, ...] = ()) -> Cost:
-    """Every matrix of a Haiku tree times every token.
+def of_matrices(params: Any, tokens: int, *, indexer_learns: bool, unused: tuple[str, ...] = ()) -> Cost:
+    """Every matrix of a Haiku tree times every token: forward, and both products of the backward pass.
 
     Args:
       params: arrays or their shapes.
       tokens: that each matrix meets.
-      passes: 1 forward, 3 with both products of the backward pass; an indexer's has the first alone.
+      indexer_learns: whether indexers have a backward pass.
       unused: parts of names of modules whose matrices are looked up, not multiplied.
     """
     flops = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         if leaf.ndim > 1 and not any(part in name for part in unused):
-            flops += 2 * tokens * math.prod(leaf.shape) * (1 if "indexer" in name else passes)
+            flops += 2 * tokens * math.prod(leaf.shape) * (3 if indexer_learns or "indexer" not in name else 1)
     return Cost(flops, flops, 0)
 
 
-def of_index(batch: int, seq_len: int, entries: int, index_heads: int, index_width: int) -> Cost:
-    """Scores of all entries, of which half are complete on average, written and read once."""
-    flops = 2 * batch * seq_len * entries * index_heads * index_width
+def of_index(batch: int, seq_len: int, entries: int, index_heads: int, index_width: int, *, learns: bool) -> Cost:
+    """Scores of all entries, of which half are complete on average, written and read once; not what teaches them."""
+    flops = 2 * batch * seq_len * entries * index_heads * index_width * (3 if learns else 1)
     return Cost(flops, flops / 2, 2 * _FLOAT32 * batch * seq_len * entries)
 
 

@@ -111,8 +111,12 @@ def test_the_slower_side_bounds():
 
 def test_matrices_meet_every_token_and_vectors_none():
     params = {"a": {"w": np.zeros((3, 5)), "b": np.zeros(5)}, "a/indexer": {"w": np.zeros((2, 2))}}
-    assert roofline.of_matrices(params, 10, passes=3).scheduled_flops == 2 * 10 * (15 * 3 + 4)
-    assert roofline.of_matrices(params, 10, passes=3, unused=("indexer",)).scheduled_flops == 2 * 10 * 15 * 3
+    flops = {
+        learns: roofline.of_matrices(params, 10, indexer_learns=learns).scheduled_flops for learns in (True, False)
+    }
+    assert flops == {True: 2 * 10 * (15 + 4) * 3, False: 2 * 10 * (15 * 3 + 4)}
+    rest = roofline.of_matrices(params, 10, indexer_learns=True, unused=("indexer",))
+    assert rest.scheduled_flops == 2 * 10 * 15 * 3
 
 
 def row(peak, seconds, compile_seconds, **others):
