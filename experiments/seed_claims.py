@@ -58,7 +58,8 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     long = lengths[-2:]
 
     def hca(seq_len: int, schedule: str, **others) -> experiment.Overrides:
-        return _point("hca", seq_len, **{"attention.schedule": schedule, **others})
+        strategy = {"attention.schedule": schedule, "attention.dq_reduction_steps": 3}
+        return _point("hca", seq_len, **{**strategy, **others})
 
     points = [hca(s, name) for s in lengths for name in ("closed_form", "computed", "static", "dynamic")]
     points += [hca(lengths[-4 if not quick else 0], name, **{"attention.dq_reduction_steps": 0}) for name in _FREE]
