@@ -66,7 +66,7 @@ def main() -> int:
     console.print("roofline: a model of the chip's peak FLOP/s and bandwidth, not a measurement", style="italic")
     tracking.send_table(folder, config, "aot", rows)
     if _SEARCH.value:
-        _conclude(console, config, rows)
+        _conclude(console, config, _SEARCH.value, rows)
     else:
         module, _ = experiment.load(target)
         for line in getattr(module, "report_aot", lambda rows: [])(rows):
@@ -100,15 +100,15 @@ def _compile(console: rich.console.Console, planned: list[tuple], results: pathl
     return rows
 
 
-def _conclude(console: rich.console.Console, config, rows: list[dict]) -> None:
+def _conclude(console: rich.console.Console, config, name: str, rows: list[dict]) -> None:
     """Prints the Pareto front, and saves the best as a preset."""
     front = search.front(rows)
     if not front:
         raise ConfigError("no setting of the search compiles; the table says why")
     console.print(f"Nothing beats these {len(front)} of {len(rows)}:")
     console.print(_table(front))
-    path = flags.save_preset(config, _SEARCH.value, front[0]["overrides"])
-    console.print(f"preset {_SEARCH.value}: {experiment.label(front[0]['overrides'])} in {path}", soft_wrap=True)
+    path = flags.save_preset(config, name, front[0]["overrides"])
+    console.print(f"preset {name}: {experiment.label(front[0]['overrides'])} in {path}", soft_wrap=True)
 
 
 def _table(rows: list[dict]) -> rich.table.Table:

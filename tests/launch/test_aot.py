@@ -78,3 +78,19 @@ def test_a_preset_is_saved_and_read_by_name(tmp_path):
     assert flags._preset(config, "best") == {"attention.block_q": 256}
     with pytest.raises(ConfigError, match=r"--preset=other: no .*other\.json; there are best"):
         flags._preset(config, "other")
+
+
+def test_a_search_saves_the_best_that_compiles(tmp_path):
+    config = base_config()
+    config.run.root = str(tmp_path)
+    common = {"what": "op", "visibility": "hca", "backend": "splash", "schedule": "closed_form", "seq_len": 1024}
+    rows = [
+        common
+        | {"phase": "forward_backward", "status": status, "peak_bytes": peak, "roofline_seconds": seconds}
+        | {"compile_seconds": 1.0, "overrides": {"attention.block_q": block}}
+        for block, status, peak, seconds in ((128, "ok", 2, 2.0), (256, "ok", 2, 1.0), (512, "out of VMEM", 1, 0.5))
+    ]
+    launcher._conclude(rich.console.Console(quiet=True), config, "best", rows)
+    assert flags._preset(config, "best") == {"attention.block_q": 256}
+    with pytest.raises(ConfigError, match="no setting of the search compiles"):
+        launcher._conclude(rich.console.Console(quiet=True), config, "none", rows[2:])
