@@ -59,6 +59,6 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     sizes, seq_len = (128, 256) if local else (512, 1024), get_config(arg).data.seq_len
     points = [{"model.layers": layers} for layers in _PATTERNS]
     for layers in _PATTERNS[-1:] if local else _PATTERNS:
-        for strategy in mask_strategies.strategies(layers, ("static", "dynamic"), sizes, seq_len):
+        for strategy in mask_strategies.strategies(layers, ("static", "dynamic", "hybrid"), sizes, seq_len):
             points.append({"model.layers": layers, "train.steps": 6, **strategy})
     return points

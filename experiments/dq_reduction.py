@@ -39,7 +39,7 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     experiment.check_arg(arg, ARGS)
     demo = arg == "demo"
     sizes, lengths = ((128, 256), (256, 768)) if demo else ((512, 1024), (1024, 16384))
-    names = ("static", "dynamic") if demo else tuple(schedules.TABLE)
+    names = ("static", "dynamic") if demo else tuple(schedules.expressing("hca"))
     return [
         {
             "data.seq_len": seq_len,

@@ -69,7 +69,7 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     """Every strategy for every kind of layer."""
     experiment.check_arg(arg, ARGS)
     demo = arg == "demo"
-    names = ("closed_form", "static", "dynamic") if demo else tuple(schedules.TABLE)
+    names = ("closed_form", "static", "dynamic", "hybrid") if demo else tuple(schedules.TABLE)
     sizes = (128, 256) if demo else (512, 1024)
     seq_len = get_config(arg).data.seq_len
     return [

@@ -20,6 +20,7 @@ from research.model.language_model import REMAT
 AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
 WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
+_SCORING = ("index_backend", "index_heads_at_once", "index_entries_at_once")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -45,7 +46,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention = ml_collections.ConfigDict()
     config.attention.backend = "auto"  # auto: splash on TPU, else blockwise
     config.attention.schedule = "auto"  # splash, sliding and HCA layers: `schedules.TABLE`
-    config.attention.csa_schedule = "auto"  # CSA layers: dynamic (splash), stream or gather (blockwise)
+    config.attention.csa_schedule = "auto"  # CSA layers: hybrid or dynamic (splash), stream or gather (blockwise)
     config.attention.block_q = 0  # the six block sizes and dq_reduction_steps: `backends.Options`
     config.attention.block_kv = 0
     config.attention.block_kv_compute = 0
@@ -68,6 +69,9 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.out_rank = 32  # width per group of the low-rank output projection
     config.attention.index_heads = 4
     config.attention.index_head_width = 32
+    config.attention.index_backend = "auto"  # of the indexer's scores: xla, or pallas, a TPU's default
+    config.attention.index_heads_at_once = 0  # index heads and entries that scores are computed of at a time; 0: chosen
+    config.attention.index_entries_at_once = 0
     config.attention.sinks = True  # one learned sink per head
     config.attention.csa_stage = "sparse"  # dense, warmup, sparse: `spec.STAGES`
     config.attention.indexer_loss_weight = 1.0  # of the mean over CSA layers of `indexer_loss`; 0 leaves it out
@@ -181,6 +185,11 @@ def effective(config: ml_collections.ConfigDict, platform: str | None = None) ->
         raise _error("attention.csa_schedule", config.attention.csa_schedule, "auto: model.layers has no csa layer")
     if "csa" not in settings and config.attention.csa_stage != "sparse":
         raise _error("attention.csa_stage", config.attention.csa_stage, "sparse: model.layers has no csa layer")
+    if "csa" not in settings or config.attention.csa_stage == "dense":
+        for name in _SCORING:
+            if config.attention[name] != base_config().attention[name]:
+                why = "with csa_stage=dense" if "csa" in settings else "without a csa layer"
+                raise _error(f"attention.{name}", config.attention[name], f"left at its default {why}")
     if set(settings) == {"csa"} and config.attention.schedule != "auto":
         raise _error("attention.schedule", config.attention.schedule, "auto: model.layers has only csa layers")
     return settings
@@ -188,7 +197,7 @@ def effective(config: ml_collections.ConfigDict, platform: str | None = None) ->
 
 def requested(config: ml_collections.ConfigDict) -> dict[str, int | str]:
     """What was asked of the backend, to be recorded beside `effective`."""
-    names = ["backend", "csa_schedule", *(field.name for field in dataclasses.fields(backends.Options))]
+    names = ["backend", "csa_schedule", *(field.name for field in dataclasses.fields(backends.Options)), *_SCORING]
     return {name: config.attention[name] for name in names}
 
 
@@ -211,6 +220,8 @@ def _resolve(config) -> dict[str, backends.Effective]:
             prefix = "csa_" if kind == "csa" and str(error).startswith("schedule=") else ""
             raise ValueError(f"{prefix}{error}") from error
         settings[kind] = {"backend": spec.backend, **resolved}
+        if kind == "csa" and (spec.selects or spec.trains_indexer):
+            settings[kind] |= {f"index_{name}": setting for name, setting in dataclasses.asdict(spec.scoring).items()}
     return settings
 
 

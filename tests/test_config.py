@@ -139,6 +139,17 @@ REFUSED = [
     ({"attention.backend": "flash"}, "attention.backend='flash': must be one of auto, dot_product, .*splash"),
     ({**SPLASH, "attention.schedule": "lazy"}, "attention.schedule='lazy': must be auto or one of .*static"),
     ({**SPLASH, "attention.csa_schedule": "lazy"}, "attention.csa_schedule='lazy': must be auto or one of .*dynamic"),
+    ({"attention.index_backend": "cuda"}, "attention.index_backend='cuda': must be one of auto, xla, pallas"),
+    ({"attention.index_heads_at_once": 3}, "attention.index_heads_at_once=3: must be 0 .* or a divisor of 4"),
+    ({"attention.index_entries_at_once": 100}, "attention.index_entries_at_once=100: must be 0 .* multiple of 128"),
+    (
+        {"attention.index_backend": "xla", "model.layers": ("hca",)},
+        "attention.index_backend=xla: must be left at its default without a csa layer",
+    ),
+    (
+        {"attention.index_heads_at_once": 2, "attention.csa_stage": "dense"},
+        "attention.index_heads_at_once=2: must be left at its default with csa_stage=dense",
+    ),
     ({**SPLASH, "attention.csa_schedule": "static"}, "attention.csa_schedule='static': cannot express csa.*dynamic"),
     (
         {**SPLASH, "attention.csa_schedule": "dynamic", "model.layers": ("hca",)},
@@ -314,7 +325,8 @@ def test_requested_settings_are_recorded_as_they_were_asked():
         "attention.dq_reduction_steps": 3,
     }
     requested = config_lib.requested(changed({**SPLASH, **asked}))
-    unset = {name: 0 for name in backends.Options.__dataclass_fields__} | {"csa_schedule": "auto"}
+    names = (*backends.Options.__dataclass_fields__, "index_heads_at_once", "index_entries_at_once")
+    unset = {name: 0 for name in names} | {"csa_schedule": "auto", "index_backend": "auto"}
     assert requested == unset | {"backend": "splash"} | {name.partition(".")[2]: v for name, v in asked.items()}
 
 

@@ -1,8 +1,5 @@
 """The lightning indexer: scores every query against small compressed keys, and picks the entries that CSA sees."""
 
-import functools
-from typing import NamedTuple
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -11,15 +8,8 @@ import numpy as np
 from research.attention import rope, selection
 from research.attention import visibility as visibility_lib
 from research.attention.compressor import Compressor
+from research.attention.index_scores import Index, Scoring, index_scores
 from research.attention.linear import project
-
-
-class Index(NamedTuple):
-    """What scores are made of: queries [B, S, I, D], keys [B, C, D], and float32 weights [B, S, I] of I index heads."""
-
-    q: jax.Array
-    keys: jax.Array
-    weights: jax.Array
 
 
 class Indexer(hk.Module):
@@ -66,33 +56,12 @@ class Indexer(hk.Module):
         return Index(q, keys, project("head_weights", x_BxSxE, self.heads, jnp.float32))
 
 
-def index_scores(index: Index) -> jax.Array:
-    """float32 [B, S, C]: `sum_i weights_i * relu(q_i . key) / sqrt(I * D)` over the I index heads.
-
-    One head at a time, recomputed in the backward pass: all of them at once would take I times the memory of the
-    result, and so would the signs that each relu keeps for its gradient.
-    """
-    batch, seq_len, heads, width = index.q.shape
-    scale = width**-0.5 * heads**-0.5
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # within a scan nothing else would merge them
-    def add_head(scores_BxSxC, head):
-        q_BxSxD, weight_BxS = head
-        dots = jnp.einsum(
-            "bsd,bcd->bsc",
-            q_BxSxD,
-            index.keys,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        return scores_BxSxC + jax.nn.relu(dots) * (weight_BxS * scale)[..., None], None
-
-    nothing = jnp.zeros((batch, seq_len, index.keys.shape[1]), jnp.float32)
-    by_head = (jnp.moveaxis(index.q, 2, 0), jnp.moveaxis(index.weights, 2, 0))
-    return jax.lax.scan(add_head, nothing, by_head)[0]
-
-
-def select(index: Index, visibility: visibility_lib.CompressedSparse, segments: jax.Array) -> jax.Array:
+def select(
+    index: Index,
+    visibility: visibility_lib.CompressedSparse,
+    segments: jax.Array,
+    scoring: Scoring,
+) -> jax.Array:
     """The `top_k` best scored of each query's visible entries (DeepSeek-V4, equation 17); no gradient flows through it.
 
     A block of queries at a time, so that of the scores no more than a block's exist.
@@ -101,6 +70,7 @@ def select(index: Index, visibility: visibility_lib.CompressedSparse, segments: 
       index: from `Indexer`.
       visibility: who sees whom before the selection, and how many are selected.
       segments: int32 [B, S].
+      scoring: how scores are computed.
 
     Returns:
       bool [B, S, C]; as indices: `selection.indices`.
@@ -111,6 +81,7 @@ def select(index: Index, visibility: visibility_lib.CompressedSparse, segments: 
     def of_block(block):
         t, (q, weights, segments) = block
         visible = selection.visible_to(visibility, t, segments, of_entry)
-        return selection.membership(index_scores(Index(q, index.keys, weights)), visible, visibility.top_k)
+        scores = index_scores(Index(q, index.keys, weights), scoring)
+        return selection.membership(scores, visible, visibility.top_k)
 
     return selection.joined(jax.lax.map(of_block, (t, blocks)), segments.shape[1])

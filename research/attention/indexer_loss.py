@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from research.attention import selection
 from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
-from research.attention.indexer import Index, index_scores
+from research.attention.index_scores import Index, Scoring, index_scores
 
 
 class Mean(NamedTuple):
@@ -49,6 +49,7 @@ def loss(
     visibility: visibility_lib.CompressedSparse,
     segments: jax.Array,
     selected: jax.Array | None,
+    scoring: Scoring,
 ) -> Mean:
     """The KL divergence above, in nats, over the tokens of documents.
 
@@ -61,23 +62,24 @@ def loss(
       visibility: who sees whom before the selection.
       segments: int32 [B, S].
       selected: bool [B, S, C], what was attended, in the sparse stage; None in the dense ones.
+      scoring: how scores are computed.
     """
-    return Mean(_loss(visibility, index, heads, segments, selected), (segments >= 0).sum())
+    return Mean(_loss(scoring, visibility, index, heads, segments, selected), (segments >= 0).sum())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(visibility, index, heads, segments, selected):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(scoring, visibility, index, heads, segments, selected):
     def add_block(total, block):
-        return total + _divergence(block.index, block.teacher(block.seen), block.seen), None
+        return total + _divergence(block.index, block.teacher(block.seen), block.seen, scoring), None
 
     return _over_blocks(add_block, jnp.float32(0.0), visibility, index, heads, segments, selected)[0]
 
 
-def _loss_forward(visibility, index, heads, segments, selected):
+def _loss_forward(scoring, visibility, index, heads, segments, selected):
     def add_block(carry, block):
         total, d_keys = carry
         differentiate = jax.value_and_grad(_divergence)
-        value, gradient = differentiate(block.index, block.teacher(block.seen), block.seen)
+        value, gradient = differentiate(block.index, block.teacher(block.seen), block.seen, scoring)
         return (total + value, d_keys + gradient.keys.astype(jnp.float32)), (gradient.q, gradient.weights)
 
     start = (jnp.float32(0.0), jnp.zeros(index.keys.shape, jnp.float32))
@@ -86,8 +88,8 @@ def _loss_forward(visibility, index, heads, segments, selected):
     return total, Index(d_q, d_keys.astype(index.keys.dtype), d_weights)
 
 
-def _loss_backward(visibility, gradient, d_total):
-    del visibility
+def _loss_backward(scoring, visibility, gradient, d_total):
+    del scoring, visibility
     return jax.tree.map(lambda x: x * d_total.astype(x.dtype), gradient), None, None, None
 
 
@@ -100,6 +102,7 @@ def measure(
     visibility: visibility_lib.CompressedSparse,
     segments: jax.Array,
     selected: jax.Array | None,
+    scoring: Scoring,
 ) -> dict[str, Mean]:
     """How well the indexer selects; arguments as `loss`. Dearer than it, and without a gradient.
 
@@ -115,7 +118,7 @@ def measure(
     top_k = visibility.top_k
 
     def add_block(sums, block):
-        scores, dense = index_scores(block.index), block.teacher(block.visible)
+        scores, dense = index_scores(block.index, scoring), block.teacher(block.visible)
         chosen = selection.membership(scores, block.visible, top_k)
         best = selection.membership(dense, block.visible, top_k)
         log_student, visible = _log_softmax(scores, block.visible), block.visible.sum(axis=-1)
@@ -131,7 +134,7 @@ def measure(
 
     nothing = {name: Mean(jnp.float32(0.0), jnp.int32(0)) for name in ("recall", "coverage", "entropy", "useful")}
     sums, _ = _over_blocks(add_block, nothing, visibility, index, heads, segments, selected)
-    return {"kl": loss(index, heads, visibility, segments, selected), **sums}
+    return {"kl": loss(index, heads, visibility, segments, selected, scoring), **sums}
 
 
 class _Block(NamedTuple):
@@ -199,9 +202,10 @@ def _over_blocks(step, start, visibility, index, heads, segments, selected):
     return jax.lax.scan(of_block, start, (t, blocks))
 
 
-def _divergence(index: Index, teacher: jax.Array, seen: jax.Array) -> jax.Array:
+def _divergence(index: Index, teacher: jax.Array, seen: jax.Array, scoring: Scoring) -> jax.Array:
     """Sum over the queries of KL(teacher || softmax of the scores), float32 []."""
-    return jnp.sum(jax.scipy.special.xlogy(teacher, teacher) - teacher * _log_softmax(index_scores(index), seen))
+    log_student = _log_softmax(index_scores(index, scoring), seen)
+    return jnp.sum(jax.scipy.special.xlogy(teacher, teacher) - teacher * log_student)
 
 
 def _log_softmax(scores: jax.Array, seen: jax.Array) -> jax.Array:

@@ -146,11 +146,12 @@ class Attention(hk.Module):
         heads = indexer_loss.Heads(
             self._queries(low_rank_q, q_up, positions), *others
         )  # compiled only where it is read
-        selected = select(index, spec.selection, segments) if spec.selects else None
+        selected = select(index, spec.selection, segments, spec.scoring) if spec.selects else None
         if self.measure:
-            return selected, indexer_loss.measure(index, heads, spec.selection, segments, selected)
+            return selected, indexer_loss.measure(index, heads, spec.selection, segments, selected, spec.scoring)
         if spec.trains_indexer:
-            return selected, {"kl": indexer_loss.loss(index, heads, spec.selection, segments, selected)}
+            kl = indexer_loss.loss(index, heads, spec.selection, segments, selected, spec.scoring)
+            return selected, {"kl": kl}
         return selected, {}
 
 

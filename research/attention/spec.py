@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from research.attention import backends
+from research.attention import backends, index_scores
 from research.attention import visibility as visibility_lib
 
 KINDS = ("sliding", "hca", "csa")
@@ -52,6 +52,9 @@ class AttentionSpec:
     out_rank: int
     index_heads: int
     index_head_width: int
+    index_backend: str
+    index_heads_at_once: int
+    index_entries_at_once: int
     sinks: bool
     csa_stage: str
     indexer_loss_weight: float
@@ -72,6 +75,13 @@ class AttentionSpec:
     def selection(self) -> visibility_lib.CompressedSparse:
         """What the indexer of a CSA layer selects, in stages that attend only to it and in those that do not."""
         return visibility_lib.CompressedSparse(self.window, self.csa_ratio, self.top_k)
+
+    @property
+    def scoring(self) -> index_scores.Scoring:
+        """How CSA's indexer computes its scores here; ValueError where a setting is out of range."""
+        return index_scores.resolve(
+            self.index_backend, self.index_heads_at_once, self.index_entries_at_once, self.index_heads
+        )
 
     @property
     def selects(self) -> bool:

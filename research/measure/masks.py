@@ -105,7 +105,7 @@ class _Clock:
 
 def _build(request, lay, config, clock) -> tuple[list[splash.MaskInfo], list[int], int]:
     """The forward and backward `MaskInfo`, the bytes of their partial blocks, and how many the former has."""
-    name = request.schedule
+    name, entry = request.schedule, schedules.TABLE[request.schedule]
     if name in ("closed_form", "computed"):
         with clock.going_on():
             plan = closed_form.schedules.__wrapped__(lay, config)  # validation may have built it before
@@ -120,13 +120,14 @@ def _build(request, lay, config, clock) -> tuple[list[splash.MaskInfo], list[int
                     held[number] = jax.block_until_ready(make()).nbytes
         return infos, held, len(plan[0][0].offsets) * (name == "closed_form")
 
-    def build(mask=None):
-        kernel = schedules.TABLE[name].kernel(lay, config, mask)
+    def build(given=None):
+        kernel = entry.kernel(lay, config, given)
         return [kernel.fwd_mask_info, kernel.dkv_mask_info]
 
-    if schedules.TABLE[name].runtime_mask:
-        mask = _runtime_mask(request, lay)
-        build = functools.partial(jax.jit(build).lower(mask).compile(), mask)  # compiling is the program's
+    if entry.runtime_mask or request.visibility.kind == "csa":
+        chosen = _choice(request, lay) if request.visibility.kind == "csa" else None
+        given = lay.runtime_mask(None, None, chosen) if entry.runtime_mask else chosen
+        build = functools.partial(jax.jit(build).lower(given).compile(), given)  # compiling is the program's
     with clock.going_on():
         infos = jax.block_until_ready(build())
     return infos, [_bytes(info.partial_mask_blocks) for info in infos], len(infos[0].partial_mask_blocks)
@@ -146,12 +147,10 @@ def _config(request: Request) -> splash.SplashConfig:
     )
 
 
-def _runtime_mask(request: Request, lay: layout_lib.Layout) -> jax.Array:
-    if request.visibility.kind != "csa":
-        return lay.runtime_mask(None, None, None)
+def _choice(request: Request, lay: layout_lib.Layout) -> jax.Array:
     chance = jax.random.uniform(jax.random.key(0), (lay.seq_len, lay.entries))
     complete = jnp.maximum(request.visibility.num_entries(jnp.arange(lay.seq_len) + 1), 1)[:, None]
-    return lay.runtime_mask(None, None, chance < request.visibility.top_k / complete)
+    return chance < request.visibility.top_k / complete
 
 
 def _bytes(x: Any) -> int:

@@ -10,6 +10,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from research.attention import backends, selection
 from research.attention.visibility import Visibility
 from research.measure.masks import visible_pairs
 
-PHASES = ("forward", "backward", "forward_backward")
+PHASES = ("forward", "forward_backward", "backward")  # the last one holds what the first saves, and takes most memory
 # Of the size of one forward product q.k: forward has 2 (q.k, weights.v), backward 5 more (q.k again, and d_weights,
 # d_q, d_k, d_v).
 PRODUCTS = {"forward": 2, "backward": 5, "forward_backward": 7}
@@ -104,8 +105,8 @@ def matmul_flops_per_second(dtype: str, size: int = 2048, repeats: int = 5) -> f
     return 2 * size**3 / min(_time(compiled, x, x) for _ in range(repeats + 1))
 
 
-def rows(point: Point) -> list[dict[str, Any]]:
-    """`measure` of all phases; one that fails is a row with its error's kind."""
+def rows(point: Point) -> Iterator[dict[str, Any]]:
+    """`measure` of all phases, as they are done; one that fails is a row with its error's kind."""
     effective = backends.get(point.backend).resolve(
         point.visibility, point.seq_len, point.head_width, point.dtype, point.options, packed=False
     )
@@ -118,13 +119,11 @@ def rows(point: Point) -> list[dict[str, Any]]:
         "effective": effective,
         "matmul_flops_per_second": matmul_flops_per_second(point.dtype),
     }
-    found = []
     for phase in PHASES:
         try:
-            found.append(common | measure(point, phase))
+            yield common | measure(point, phase)
         except Exception as error:
-            found.append(common | {"phase": phase, "status": errors.kind(error), "message": str(error)[:2000]})
-    return found
+            yield common | {"phase": phase, "status": errors.kind(error), "message": str(error)[:2000]}
 
 
 def attend(point: Point, arguments: dict[str, jax.Array], selected: jax.Array | None) -> jax.Array:

@@ -17,7 +17,6 @@ import numpy as np
 from research.attention import backends
 from research.attention.backends import splash
 from research.attention.schedules import closed_form
-from research.attention.visibility import HeavilyCompressed
 from research.measure.chips import Chip
 from research.measure.op import PRODUCTS, Point, useful_flops
 
@@ -84,8 +83,6 @@ def _splash(point: Point, effective: backends.Effective):
     """Products, pairs and bytes of the forward and of the backward kernel, a head."""
     visibility = point.visibility
     lay, config = splash.kernel_of(visibility, point.seq_len, effective)
-    if visibility.kind == "csa":
-        lay = dataclasses.replace(lay, visibility=HeavilyCompressed(visibility.window, visibility.ratio))
     (first, _), (second, _) = closed_form.schedules(lay, config)
     size, width = jnp.dtype(point.dtype).itemsize, point.head_width
     q_bytes, kv_bytes = lay.q_len * width * size, lay.kv_len * width * size

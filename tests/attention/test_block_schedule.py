@@ -2,12 +2,13 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from research.attention import layout as layout_lib
 from research.attention import tokamax_splash as splash
-from research.attention.schedules import block_schedule, closed_form
+from research.attention.schedules import block_schedule, closed_form, hybrid
 from research.attention.schedules.static import LayoutMask
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 
@@ -81,7 +82,42 @@ def test_active_blocks_of_a_million_tokens():
     assert len(schedule.rows) == 2048 + 2047 + 128 * sum(range(1, 17)) == 21_503
 
 
-def test_csa_has_no_closed_form():
-    layout = layout_lib.make(CompressedSparse(128, 4, 8), 512, (128,), (128,))
-    with pytest.raises(ValueError, match="CompressedSparse has no closed form"):
-        block_schedule.build(layout, 128, 128, transposed=False)
+def evaluated(info, layout, block_q, block_kv, *, transposed):
+    """The mask that a `MaskInfo` stands for, bool [q_len, kv_len], block by block."""
+    down, across = layout.q_len // block_q, layout.kv_len // block_kv
+    if info.active_rows is None:
+        rows, cols = np.unravel_index(np.arange(down * across), (across, down) if transposed else (down, across))
+    else:
+        rows, cols = np.asarray(info.active_rows), np.asarray(info.active_cols)
+    kinds, numbers = np.asarray(info.block_mask), np.asarray(info.mask_next)
+    blocks = np.asarray(info.partial_mask_blocks).astype(bool)
+    mask, visited = np.zeros((layout.q_len, layout.kv_len), bool), set()
+    for row, col, kind, number in zip(rows, cols, kinds, numbers, strict=True):
+        q, kv = (col, row) if transposed else (row, col)
+        visited.add((int(q), int(kv)))
+        content = {0: False, 1: blocks[number].T if transposed else blocks[number], 2: True}[int(kind)]
+        mask[q * block_q : (q + 1) * block_q, kv * block_kv : (kv + 1) * block_kv] = content
+    assert len(visited) == len(rows)
+    return mask
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_hybrid_holds_the_indexers_choice(steps):
+    rng = np.random.default_rng(1)
+    skipped = 0
+    for seq_len in (*DANGEROUS, *rng.integers(1, 1400, 12).tolist()):
+        block_q, block_kv = 128 * rng.integers(1, 4, 2)
+        visibility = CompressedSparse(int(rng.choice([1, 64, 128, 500])), int(rng.choice([2, 4, 16])), top_k=8)
+        layout = layout_lib.make(visibility, seq_len, (block_q,), (block_kv,))
+        config = splash.SplashConfig(
+            block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv, dq_reduction_steps=steps
+        )
+        # So few that some blocks hold none, and of entries that are not complete too: those are not to be attended.
+        selected = jnp.asarray(rng.random((seq_len, layout.entries)) < 4e-5)
+        kernel = hybrid.kernel(layout, config, selected)
+        expected = np.asarray(layout.runtime_mask(None, None, selected))
+        for info, transposed in ((kernel.fwd_mask_info, False), (kernel.dkv_mask_info, True)):
+            mask = evaluated(info, layout, block_q, block_kv, transposed=transposed)
+            np.testing.assert_array_equal(mask, expected)
+        skipped += np.count_nonzero(np.asarray(kernel.fwd_mask_info.block_mask) == 0)
+    assert skipped > 0

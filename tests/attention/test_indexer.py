@@ -1,3 +1,5 @@
+import functools
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -5,15 +7,25 @@ import numpy as np
 import pytest
 
 from research.attention import selection
-from research.attention.indexer import Index, Indexer, index_scores, select
+from research.attention.index_scores import Index, Scoring, index_scores
+from research.attention.indexer import Indexer, select
 from research.attention.rope import frequencies
 from research.attention.visibility import CompressedSparse
 from tests.attention.sizes import largest_array, temp_bytes
 from tests.oracles import assert_close
 from tests.parity.cases import NORM_EPS, ROPE
 
+# Heads one by one, by twos and all at once; entries all at once, or in blocks of which the last is not full.
+SCORINGS = [
+    Scoring("xla", 1, 0),
+    Scoring("xla", 2, 16),
+    Scoring("xla", 4, 16),
+    Scoring("pallas", 1, 512),
+    Scoring("pallas", 2, 16),
+]
 
-def random_index(batch=2, seq_len=300, entries=75, heads=3, width=4, dtype=jnp.float32) -> Index:
+
+def random_index(batch=2, seq_len=300, entries=75, heads=4, width=4, dtype=jnp.float32) -> Index:
     rng = np.random.default_rng(seq_len)
     shapes = [(batch, seq_len, heads, width), (batch, entries, width), (batch, seq_len, heads)]
     q, keys, weights = (rng.standard_normal(shape) for shape in shapes)
@@ -27,27 +39,30 @@ def direct_scores(index: Index) -> jax.Array:
     return jnp.einsum("bsic,bsi->bsc", jax.nn.relu(dots), index.weights, precision="highest") / (heads * width) ** 0.5
 
 
+@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_scores_equal_loops(dtype):
-    index = random_index(2, 5, 7, dtype=dtype)
-    expected = np.zeros((2, 5, 7))
-    for b, t, c, i in np.ndindex(2, 5, 7, 3):
+def test_scores_equal_loops(dtype, scoring):
+    index = random_index(2, 5, 19, dtype=dtype)
+    expected = np.zeros((2, 5, 19))
+    for b, t, c, i in np.ndindex(2, 5, 19, 4):
         dot = np.dot(np.asarray(index.q[b, t, i], np.float64), np.asarray(index.keys[b, c], np.float64))
-        expected[b, t, c] += float(index.weights[b, t, i]) * max(dot, 0) / np.sqrt(4 * 3)
-    scores = index_scores(index)
+        expected[b, t, c] += float(index.weights[b, t, i]) * max(dot, 0) / np.sqrt(4 * 4)
+    scores = index_scores(index, scoring)
     assert scores.dtype == jnp.float32
     np.testing.assert_allclose(scores, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 @pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)])
-def test_one_head_at_a_time_equals_all_at_once(dtype, rtol):
+def test_some_heads_and_entries_at_a_time_equal_all_at_once(dtype, rtol, scoring):
     index = random_index(dtype=dtype)
     weights = np.random.default_rng(1).standard_normal((2, 300, 75)).astype(np.float32)
 
     def value_and_gradients(scores):
         return jax.jit(jax.value_and_grad(lambda index: jnp.sum(scores(index) * weights)))(index)
 
-    (value, gradients), (expected, of_direct) = map(value_and_gradients, (index_scores, direct_scores))
+    ours = functools.partial(index_scores, scoring=scoring)
+    (value, gradients), (expected, of_direct) = map(value_and_gradients, (ours, direct_scores))
     assert_close(value, expected, 1e-5)
     jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, rtol), gradients, of_direct)
 
@@ -59,25 +74,28 @@ def test_no_scores_of_single_heads_are_kept():
         return jax.value_and_grad(lambda index: jnp.square(scores(index)).sum())
 
     index, size = random_index(1, 1024, 256, 32, 8), 4 * 1024 * 256
-    assert temp_bytes(gradients(index_scores), index) < 6 * size
+    ours = functools.partial(index_scores, scoring=Scoring())
+    assert temp_bytes(gradients(ours), index) < 6 * size
     assert temp_bytes(gradients(direct_scores), index) > 32 * size
-    assert largest_array(gradients(index_scores), random_index(1, 64, 32, 8, 2)) == 64 * 32
+    assert largest_array(gradients(ours), random_index(1, 64, 32, 8, 2)) == 64 * 32
 
 
+@pytest.mark.parametrize("scoring", [SCORINGS[0], SCORINGS[-1]], ids=str)
 @pytest.mark.parametrize("top_k", [1, 12, 75, 80])
-def test_selection_by_blocks_equals_selection_at_once(top_k):
+def test_selection_by_blocks_equals_selection_at_once(top_k, scoring):
     index, visibility = random_index(), CompressedSparse(window=8, ratio=4, top_k=top_k)
     segments = jnp.array([[0] * 300, [0] * 90 + [1] * 200 + [-1] * 10], jnp.int32)
-    scores, visible = index_scores(index), selection.visible_entries(visibility, segments)
+    scores, visible = index_scores(index, scoring), selection.visible_entries(visibility, segments)
     expected = selection.membership(scores, visible, top_k)
-    np.testing.assert_array_equal(jax.jit(select, static_argnums=1)(index, visibility, segments), expected)
+    picked = jax.jit(select, static_argnums=(1, 3))(index, visibility, segments, scoring)
+    np.testing.assert_array_equal(picked, expected)
 
 
 def test_equal_scores_fall_to_the_lower_entry():
     """No weights, no scores: every entry is as good as the other."""
     index = random_index(1, 40, 10)
     index = index._replace(weights=jnp.zeros_like(index.weights))
-    picked = select(index, CompressedSparse(window=8, ratio=4, top_k=3), jnp.zeros((1, 40), jnp.int32))
+    picked = select(index, CompressedSparse(window=8, ratio=4, top_k=3), jnp.zeros((1, 40), jnp.int32), Scoring())
     for t, row in enumerate(np.asarray(picked[0])):
         assert np.flatnonzero(row).tolist() == list(range(min(3, (t + 1) // 4)))
 
@@ -87,7 +105,7 @@ def test_selecting_keeps_no_scores_of_all_queries():
     seq_len, entries = 4096, 1024
     index, segments = random_index(1, seq_len, entries, 4, 8), jnp.zeros((1, seq_len), jnp.int32)
     visibility = CompressedSparse(window=8, ratio=4, top_k=64)
-    assert temp_bytes(lambda index: select(index, visibility, segments), index) < 1.5 * seq_len * entries
+    assert temp_bytes(lambda index: select(index, visibility, segments, Scoring()), index) < 1.5 * seq_len * entries
 
 
 def choose(seq_len: int, top_k: int, segments=None, seed: int = 0) -> np.ndarray:
@@ -100,7 +118,7 @@ def choose(seq_len: int, top_k: int, segments=None, seed: int = 0) -> np.ndarray
         positions = jnp.arange(seq_len, dtype=jnp.int32)[None]
         indexer = Indexer(4, heads=3, width=8, norm_eps=NORM_EPS, freqs=frequencies(ROPE, 4, compressed=True))
         index = indexer(x, low_rank_q, positions, segments)
-        return select(index, CompressedSparse(window=8, ratio=4, top_k=top_k), segments)
+        return select(index, CompressedSparse(window=8, ratio=4, top_k=top_k), segments, Scoring())
 
     module = hk.without_apply_rng(hk.transform(forward))
     return np.asarray(jax.jit(lambda key: module.apply(module.init(key)))(jax.random.key(seed)))[0]

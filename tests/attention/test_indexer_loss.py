@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from research.attention import indexer_loss, selection
-from research.attention.indexer import Index, index_scores
+from research.attention.index_scores import Index, Scoring, index_scores
 from research.attention.indexer_loss import Heads
 from research.attention.visibility import CompressedSparse
 from tests import oracles
 from tests.attention.sizes import temp_bytes
 
 VISIBILITY = CompressedSparse(window=6, ratio=4, top_k=3)
+SCORING = Scoring()
 SEQ_LEN = 150  # two blocks of queries, the second not full
 PACKINGS = {
     "one document": [[0] * SEQ_LEN, [5] * SEQ_LEN],
@@ -86,7 +87,7 @@ def expected_kl(index, heads, segments, selected) -> float:
 
 
 def kl(index, heads, segments, selected):
-    return indexer_loss.loss(index, heads, VISIBILITY, segments, selected)
+    return indexer_loss.loss(index, heads, VISIBILITY, segments, selected, SCORING)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -132,7 +133,7 @@ def direct_kl(index, heads, segments, selected):
     sinks = jnp.broadcast_to(heads.sinks[None, :, None, None], (*logits.shape[:3], 1))
     weights = jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1))[..., seq_len:-1].sum(axis=1)
     teacher = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
-    student = jax.nn.log_softmax(jnp.where(seen, index_scores(index), -1e30))
+    student = jax.nn.log_softmax(jnp.where(seen, index_scores(index, SCORING), -1e30))
     return jnp.where(seen, jax.scipy.special.xlogy(teacher, teacher) - teacher * student, 0.0).sum()
 
 
@@ -194,7 +195,7 @@ def test_hardly_any_entries(seq_len):
     value, gradients = jax.value_and_grad(lambda index: kl(index, *others).total)(index)
     assert value == 0
     jax.tree.map(lambda gradient: np.testing.assert_array_equal(gradient, 0.0), gradients)
-    measured = indexer_loss.measure(index, others[0], VISIBILITY, *others[1:])
+    measured = indexer_loss.measure(index, others[0], VISIBILITY, *others[1:], SCORING)
     assert {name: mean.count for name, mean in measured.items() if name != "kl"} == {
         "recall": 0,
         "coverage": 0,
@@ -206,7 +207,7 @@ def test_hardly_any_entries(seq_len):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_measures_equal_loops(sparse):
     index, heads, segments, selected = random_arguments(sparse=sparse)
-    measured = jax.jit(functools.partial(indexer_loss.measure, visibility=VISIBILITY))(
+    measured = jax.jit(functools.partial(indexer_loss.measure, visibility=VISIBILITY, scoring=SCORING))(
         index, heads, segments=segments, selected=selected
     )
     of_index, of_heads = in_float64(index), in_float64(heads)
@@ -239,11 +240,11 @@ def test_memory_is_that_of_a_block_of_queries():
     visibility = CompressedSparse(window=128, ratio=4, top_k=64)
 
     def loss(index, heads):
-        return indexer_loss.loss(index, heads, visibility, segments, None).total
+        return indexer_loss.loss(index, heads, visibility, segments, None, SCORING).total
 
     unit = 4 * seq_len * entries
     assert temp_bytes(jax.value_and_grad(loss), index, heads) < 2 * unit
-    assert temp_bytes(lambda *x: indexer_loss.measure(*x, visibility, segments, None), index, heads) < 2 * unit
+    assert temp_bytes(lambda *x: indexer_loss.measure(*x, visibility, segments, None, SCORING), index, heads) < 2 * unit
 
 
 def test_bfloat16_is_rounded_only_where_it_comes_in():

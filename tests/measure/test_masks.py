@@ -9,7 +9,7 @@ from tests.oracles import visible
 HCA = HeavilyCompressed(128, 128)
 
 
-@pytest.mark.parametrize("schedule", schedules.TABLE)
+@pytest.mark.parametrize("schedule", schedules.expressing("hca"))
 def test_schedules_of_one_mask_have_the_same_blocks(schedule):
     row = masks.measure(masks.Request(HCA, schedule, 1017, 128, 128, 3))
     # 8 diagonal blocks, 7 left of them, and the column of entries from the first that is complete.

@@ -48,7 +48,7 @@ def test_the_indexer_selects_the_same_entries(reference, seq_len):
         positions = jnp.arange(seq_len, dtype=jnp.int32)[None]
         indexer = Indexer(spec.csa_ratio, spec.index_heads, spec.index_head_width, norm_eps=cases.NORM_EPS, freqs=freqs)
         segments = jnp.zeros_like(positions)
-        return select(indexer(x, low_rank_q, positions, segments), spec.selection, segments)
+        return select(indexer(x, low_rank_q, positions, segments), spec.selection, segments, spec.scoring)
 
     parameters = {
         name.removeprefix("attention/"): array

@@ -103,7 +103,7 @@ def _attend_one(heads, schedule, config, sinks, sequence):
         kernel = schedule.kernel(heads.layout, config, mask)
         ids = None  # already part of the mask
     else:
-        kernel = schedule.kernel(heads.layout, config)
+        kernel = schedule.kernel(heads.layout, config, sequence["selected"])
         ids = None if rows is None else splash.SegmentIds(q=rows, kv=cols)
     return _call(heads, kernel, sequence["q"], sequence["keys"], ids, sinks)
 

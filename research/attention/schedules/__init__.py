@@ -1,13 +1,14 @@
 """Schedules: the list of key blocks that the splash kernel visits, and how it masks them.
 
-A schedule is a function `(layout, splash_config, mask) -> kernel`. Those that are fixed before the program runs take
-no mask and are built once per (layout, config); those that follow a runtime mask take a bool [q_len, kv_len].
+A schedule is a function `(layout, splash_config, given) -> kernel` of one sequence. Those that are fixed before the
+program runs are given nothing and built once per (layout, config), `dynamic` is given a mask that exists at run time,
+bool [q_len, kv_len], and `hybrid` the indexer's choice, bool [S, C].
 """
 
 import dataclasses
 from collections.abc import Callable
 
-from research.attention.schedules import captured, closed_form, computed, dynamic, static
+from research.attention.schedules import captured, closed_form, computed, dynamic, hybrid, static
 
 _FIXED = ("sliding", "hca")
 
@@ -37,8 +38,14 @@ TABLE = {
     "static": Schedule(static.kernel, host=static.kernel),
     "closed_form": Schedule(closed_form.kernel, host=closed_form.schedules),
     "computed": Schedule(computed.kernel, host=closed_form.schedules),
+    "hybrid": Schedule(hybrid.kernel, kinds=("csa",), host=closed_form.schedules),
 }
-_DEFAULT = {"sliding": "closed_form", "hca": "closed_form", "csa": "dynamic"}
+_DEFAULT = {"sliding": "closed_form", "hca": "closed_form", "csa": "hybrid"}
+
+
+def expressing(kind: str) -> list[str]:
+    """Names of the schedules that can express a visibility's kind."""
+    return [name for name, schedule in TABLE.items() if kind in schedule.kinds]
 
 
 def resolve_name(name: str, kind: str) -> str:
@@ -47,11 +54,11 @@ def resolve_name(name: str, kind: str) -> str:
     Raises:
       ValueError: the name is unknown, or the schedule cannot express the kind.
     """
-    allowed = [known for known, schedule in TABLE.items() if kind in schedule.kinds]
     if name == "auto":
         return _DEFAULT[kind]
     if name not in TABLE:
         raise ValueError(f"schedule={name!r}: must be auto or one of {', '.join(TABLE)}")
+    allowed = expressing(kind)
     if name not in allowed:
         raise ValueError(f"schedule={name!r}: cannot express {kind} attention; use {', '.join(allowed)}")
     return name

@@ -1,8 +1,9 @@
-"""Block schedules of sliding and HCA attention in closed form: NumPy, in time proportional to the active blocks.
+"""Block schedules in closed form: NumPy, in time proportional to the active blocks.
 
 A block of queries starts at row r, a block of keys at local token j or at entry c. Both parts of the visibility are
 bands, so which blocks meet them follows from comparing ends, and what a partly visible block looks like follows from
 one offset: `r - j` for local keys, `r - c * ratio` for entries (`Layout.sees` is unchanged when all shift together).
+Of CSA's entries, which only the indexer knows, follow the blocks that a query could reach; their content comes later.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ class BlockSchedule:
       cols: int32 [blocks], which block of keys (of queries, if transposed).
       kinds: int32 [blocks], `EMPTY`, `PARTIAL` or `FULL`. Empty ones are there to be zeroed by the backward kernel.
       partial: int32 [blocks], index into `offsets` of a partial block, -1 for others.
-      offsets: int32 [unique, 2], for each distinct partial block whether it holds entries, and its offset.
+      offsets: int32 [unique, 2], for each distinct partial block whether it holds entries, and its offset; of CSA's
+        entries, where no two are alike, its number among all blocks [q_len, compressed_len] row by row.
     """
 
     layout: Layout
@@ -46,24 +48,28 @@ class BlockSchedule:
         """Number of blocks of that kind."""
         return int(np.count_nonzero(self.kinds == kind))
 
-    def partial_blocks(self, place: Callable[[np.ndarray], Any] = np.asarray) -> Any:
+    def partial_blocks(self, place: Callable[[np.ndarray], Any] = np.asarray, attended: Any = None) -> Any:
         """The distinct partial blocks as int8 [unique, block_q, block_kv], its last axes swapped if transposed.
 
         Args:
           place: puts the offsets where the blocks are to be made: NumPy makes them on the host, a JAX array inside
             the program, which then carries no large constant.
+          attended: of CSA, which entries each row attends, bool [q_len, compressed_len].
         """
         rows, cols = np.arange(self.block_q, dtype=np.int32), np.arange(self.block_kv, dtype=np.int32)
         rows, cols = (
             (rows[None, None], cols[None, :, None]) if self.transposed else (rows[None, :, None], cols[None, None])
         )
         visibility = self.layout.visibility
-        blocks = []
-        for of_entries, sees in ((0, visibility.sees_local), (1, getattr(visibility, "sees_compressed", None))):
-            offsets = self.offsets[self.offsets[:, 0] == of_entries, 1]
-            if len(offsets):
-                offsets = place(offsets)
-                blocks.append(sees(offsets[:, None, None] + rows, cols))
+        local, of_entries = (self.offsets[self.offsets[:, 0] == part, 1] for part in (0, 1))
+        blocks = [visibility.sees_local(place(local)[:, None, None] + rows, cols)] if len(local) else []
+        if len(of_entries) and attended is not None:
+            across = self.layout.compressed_len // self.block_kv
+            grid = attended.reshape(-1, self.block_q, across, self.block_kv)
+            some = grid[of_entries // across, :, of_entries % across]
+            blocks.append(some.swapaxes(1, 2) if self.transposed else some)
+        elif len(of_entries):
+            blocks.append(visibility.sees_compressed(place(of_entries)[:, None, None] + rows, cols))
         return blocks[0].__array_namespace__().concatenate(blocks).view(np.int8)
 
 
@@ -72,13 +78,9 @@ def build(layout: Layout, block_q: int, block_kv: int, *, transposed: bool) -> B
 
     The number of distinct partial blocks does not grow with the sequence: at most
     `(block_q + block_kv + window) / g` for local keys, `g = gcd(block_q, block_kv)`, and
-    `(block_q + block_kv * ratio) / g` for entries, `g = gcd(block_q, block_kv * ratio)`.
-
-    Raises:
-      ValueError: the visibility is CSA's, which only the indexer knows.
+    `(block_q + block_kv * ratio) / g` for entries, `g = gcd(block_q, block_kv * ratio)`. CSA's blocks of entries, all
+    partial and distinct, do: half of `q_len * compressed_len / (block_q * block_kv)`.
     """
-    if layout.visibility.kind == "csa":
-        raise ValueError("CompressedSparse has no closed form: its blocks depend on the indexer's choice")
     parts = [_local_pairs(layout, block_q, block_kv)]
     if layout.entries:
         parts.append(_entry_pairs(layout, block_q, block_kv))
@@ -136,6 +138,9 @@ def _entry_pairs(layout: Layout, block_q: int, block_kv: int):
     r = np.arange(0, layout.q_len, block_q)
     complete = np.minimum(layout.visibility.num_entries(r + block_q), layout.compressed_len)
     q, kv = _ranges(np.zeros_like(r), -(-complete // block_kv))
+    if layout.visibility.kind == "csa":
+        number = q * (layout.compressed_len // block_kv) + kv
+        return q, kv + layout.local_len // block_kv, np.ones_like(q), number, np.zeros_like(q, bool)
     offset = q * block_q - kv * block_kv * ratio
     full = (kv + 1) * block_kv <= layout.visibility.num_entries(q * block_q + 1)
     # While no entry is completed inside the block its rows look alike, wherever between two completions it starts.

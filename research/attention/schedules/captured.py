@@ -9,8 +9,8 @@ import numpy as np
 from research.attention import tokamax_splash as splash
 
 
-def kernel(layout, config, mask=None):
+def kernel(layout, config, given=None):
     """A kernel for every sequence of that layout."""
-    del mask
+    del given
     rows, cols = np.arange(layout.q_len)[:, None], np.arange(layout.kv_len)[None]
     return splash.make_dynamic_splash_mqa(jnp.asarray(layout.sees(rows, cols)), config=config)

@@ -15,9 +15,9 @@ from research.attention.schedules import block_schedule
 from research.attention.schedules.block_schedule import EMPTY, BlockSchedule
 
 
-def kernel(layout, config, mask=None):
+def kernel(layout, config, given=None):
     """A kernel for every sequence of that layout; its schedule is built once."""
-    del mask
+    del given
     plan = schedules(layout, config)
     return assemble(config, *(_with_partial_blocks(*part) for part in plan), plan)
 
@@ -80,9 +80,9 @@ def _fraction(schedule: BlockSchedule) -> float:
     return float(np.count_nonzero(schedule.kinds) / blocks)
 
 
-def partial_blocks(schedule: BlockSchedule) -> jax.Array:
+def partial_blocks(schedule: BlockSchedule, attended: jax.Array | None = None) -> jax.Array:
     """The schedule's partial blocks, made inside the program; the barrier keeps the compiler from folding them."""
-    return schedule.partial_blocks(lambda offsets: jax.lax.optimization_barrier(jnp.asarray(offsets)))
+    return schedule.partial_blocks(lambda offsets: jax.lax.optimization_barrier(jnp.asarray(offsets)), attended)
 
 
 def _with_partial_blocks(schedule, dynamic_grid):

@@ -24,9 +24,9 @@ class _Sees:
         return self.layout.sees(rows, cols)
 
 
-def kernel(layout, config, mask=None):
+def kernel(layout, config, given=None):
     """A kernel for every sequence of that layout; its schedule is built once."""
-    del mask
+    del given
     rows = np.arange(layout.q_len, dtype=np.int32)
     plan = closed_form.schedules(layout, config)
     infos = [closed_form.mask_info(*part)._replace(mask_next=None, q_sequence=rows) for part in plan]

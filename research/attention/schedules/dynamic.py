@@ -6,7 +6,7 @@ Serves any visibility. Costs the mask's bytes in HBM, one int32 per block in SME
 from research.attention import tokamax_splash as splash
 
 
-def kernel(layout, config, mask):
+def kernel(layout, config, given):
     """A kernel over one sequence's mask. Never `vmap` it: compiling takes ten times as long."""
     del layout
-    return splash.make_dynamic_splash_mqa(mask, config=config)
+    return splash.make_dynamic_splash_mqa(given, config=config)

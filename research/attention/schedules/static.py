@@ -37,8 +37,8 @@ class LayoutMask(splash.Mask):
 
 
 @functools.lru_cache(maxsize=32)
-def kernel(layout, config, mask=None):
+def kernel(layout, config, given=None):
     """A kernel for every sequence of that layout; built once."""
-    del mask
+    del given
     with jax.ensure_compile_time_eval():  # the cached arrays must outlive the trace that asked first
         return splash.make_splash_mqa_single_device(LayoutMask(layout), config=config)

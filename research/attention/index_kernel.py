@@ -1,0 +1,145 @@
+"""The indexer's scores as a Pallas kernel for TPUs: of the products of single heads, none leaves the core's memory.
+
+XLA adds head to head through HBM: of 64 heads, every block of scores is read and written 64 times. Here a block stays
+in vector memory until all heads are in. The backward kernel makes the products again, for the signs of the relus.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+_BLOCK_Q = 128
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def scores(
+    heads_at_once: int, entries_at_once: int, interpret: bool, q: jax.Array, keys: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """float32 [B, S, C]: `sum_i weights_i * relu(q_i . key)`.
+
+    Args:
+      heads_at_once: heads of a step, a divisor of I.
+      entries_at_once: entries of a step, a divisor of C, and a multiple of 128 or C itself.
+      interpret: whether to run without a TPU.
+      q: [B, S, I, D].
+      keys: [B, C, D].
+      weights: float32 [B, S, I].
+    """
+    seq_len = q.shape[1]
+    grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q, keys, weights)
+    batch, blocks_q, groups, blocks_kv = grid
+
+    out = pl.pallas_call(
+        _forward,
+        # Heads go last: a block of scores is complete before the next one begins.
+        grid=(batch, blocks_q, blocks_kv, groups),
+        in_specs=[_heads_last(specs[name]) for name in ("q", "keys", "weights")],
+        out_specs=_heads_last(specs["scores"]),
+        out_shape=jax.ShapeDtypeStruct((batch, q.shape[2], keys.shape[1]), jnp.float32),
+        compiler_params=_parallel(3),
+        interpret=interpret,
+        name="index_scores",
+    )(q, keys, weights)
+    return out[:, :seq_len]
+
+
+def _scores_forward(heads_at_once, entries_at_once, interpret, q, keys, weights):
+    return scores(heads_at_once, entries_at_once, interpret, q, keys, weights), (q, keys, weights)
+
+
+def _scores_backward(heads_at_once, entries_at_once, interpret, saved, d_scores):
+    q_BxSxIxD, keys, weights_BxSxI = saved
+    batch, seq_len, heads, width = q_BxSxIxD.shape
+    grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q_BxSxIxD, keys, weights_BxSxI)
+    _, blocks_q, groups, _ = grid
+    d_scores = jnp.pad(d_scores, ((0, 0), (0, q.shape[2] - seq_len), (0, 0)))
+
+    # Entries go last: what queries gather is complete before the next heads begin. What keys gather is not, and is
+    # summed over the steps' own parts afterwards.
+    part = pl.BlockSpec((1, 1, 1, entries_at_once, width), lambda b, s, h, c: (s, h, b, c, 0))
+    d_q, d_weights, d_keys = pl.pallas_call(
+        _backward,
+        grid=grid,
+        in_specs=[specs[name] for name in ("q", "keys", "weights", "scores")],
+        out_specs=[specs["q"], specs["weights"], part],
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            jax.ShapeDtypeStruct(weights.shape, jnp.float32),
+            jax.ShapeDtypeStruct((blocks_q, groups, *keys.shape), jnp.float32),
+        ],
+        compiler_params=_parallel(3),
+        interpret=interpret,
+        name="index_scores_backward",
+    )(q, keys, weights, d_scores)
+    d_q = jnp.moveaxis(d_q, 1, 2)[:, :seq_len].astype(q.dtype)
+    d_weights = jnp.moveaxis(d_weights, 1, 2).reshape(batch, -1, heads)[:, :seq_len]
+    return d_q, d_keys.sum(axis=(0, 1)).astype(keys.dtype), d_weights
+
+
+scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _forward(q, keys, weights, scores):
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        scores[...] = jnp.zeros_like(scores)
+
+    total = scores[0]
+    for head in range(q.shape[1]):
+        total += jnp.maximum(_product(q[0, head], keys[0], (1, 1)), 0.0) * weights[0, 0, :, head : head + 1]
+    scores[0] = total
+
+
+def _backward(q, keys, weights, d_scores, d_q, d_weights, d_keys):
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        d_q[...] = jnp.zeros_like(d_q)
+        d_weights[...] = jnp.zeros_like(d_weights)
+
+    of_keys = jnp.zeros(d_keys.shape[-2:], jnp.float32)
+    for head in range(q.shape[1]):
+        dots = _product(q[0, head], keys[0], (1, 1))
+        passed = jnp.where(dots > 0, d_scores[0], 0.0)  # by the relu
+        d_weights[0, 0, :, head : head + 1] += jnp.sum(passed * dots, axis=1, keepdims=True)
+        d_dots = (passed * weights[0, 0, :, head : head + 1]).astype(keys.dtype)
+        d_q[0, head] += _product(d_dots, keys[0], (1, 0))
+        of_keys += _product(d_dots, q[0, head], (0, 0))
+    d_keys[0, 0, 0] = of_keys
+
+
+def _product(a, b, contracted: tuple[int, int]):
+    """In float32, and of float32 exactly: the TPU's matrix unit would round its operands to bfloat16."""
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _plan(heads_at_once, entries_at_once, q, keys, weights):
+    """The grid (batch, queries, heads, entries), q [B, I, S, D], weights [B, groups, S, heads of one], block specs."""
+    batch, seq_len, heads, width = q.shape
+    block_q = min(_BLOCK_Q, seq_len)
+    padding = -seq_len % block_q
+    groups, blocks_q = heads // heads_at_once, math.ceil(seq_len / block_q)
+    q = jnp.pad(jnp.moveaxis(q, 2, 1), ((0, 0), (0, 0), (0, padding), (0, 0)))
+    weights = jnp.pad(weights, ((0, 0), (0, padding), (0, 0)))
+    weights = jnp.moveaxis(weights.reshape(batch, -1, groups, heads_at_once), 2, 1)
+    specs = {
+        "q": pl.BlockSpec((1, heads_at_once, block_q, width), lambda b, s, h, c: (b, h, s, 0)),
+        "keys": pl.BlockSpec((1, entries_at_once, width), lambda b, s, h, c: (b, c, 0)),
+        "weights": pl.BlockSpec((1, 1, block_q, heads_at_once), lambda b, s, h, c: (b, h, s, 0)),
+        "scores": pl.BlockSpec((1, block_q, entries_at_once), lambda b, s, h, c: (b, s, c)),
+    }
+    return (batch, blocks_q, groups, keys.shape[1] // entries_at_once), q, weights, specs
+
+
+def _heads_last(spec: pl.BlockSpec) -> pl.BlockSpec:
+    return pl.BlockSpec(spec.block_shape, lambda b, s, c, h: spec.index_map(b, s, h, c))
+
+
+def _parallel(axes: int) -> pltpu.CompilerParams:
+    """Of four grid axes the last carries state from step to step."""
+    return pltpu.CompilerParams(dimension_semantics=("parallel",) * axes + ("arbitrary",))

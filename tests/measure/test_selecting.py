@@ -1,0 +1,43 @@
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from research.attention.index_scores import Index
+from research.attention.visibility import CompressedSparse
+from research.measure import selecting
+
+
+@pytest.mark.parametrize("top_k", [1, 16, 64, 100])
+def test_all_ways_make_the_same_choice(top_k):
+    keys = jax.random.split(jax.random.key(top_k), 3)
+    shapes = ((1, 300, 4, 8), (1, 75, 8), (1, 300, 4))
+    index = Index(*(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)))
+    choices = [np.asarray(way(index, CompressedSparse(8, 4, top_k))) for way in selecting.WAYS.values()]
+    assert len(choices) == 3
+    np.testing.assert_array_equal(choices[0].sum(-1)[0], np.minimum(top_k, (np.arange(300) + 1) // 4))
+    for choice in choices[1:]:
+        np.testing.assert_array_equal(choice, choices[0])
+
+
+def test_a_row_holds_times_and_bytes():
+    row = selecting.row(selecting.Point("streamed", 512, 16), timeout=300)
+    assert (row["status"], row["entries"]) == ("ok", 128)
+    assert row["seconds"] > 0
+    assert row["peak_rss_bytes"] > row["temp_bytes"] > 0
+
+
+def test_what_does_not_fit_is_not_run(monkeypatch):
+    """The kernel would kill some process, and not necessarily this one."""
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.get)
+    row = selecting._measure(selecting.Point("one_hot", 512, 16))
+    assert (row["status"], row["available_bytes"]) == ("out of host memory", 40_960)
+    assert row["temp_bytes"] > 40_960
+    assert "seconds" not in row
+
+
+def test_a_crash_is_a_row():
+    row = selecting.row(selecting.Point("by hand", 512, 16), timeout=300)
+    assert "KeyError" in row["status"] or "by hand" in row["message"]
+    assert "seconds" not in row
