@@ -16,7 +16,7 @@ from research import data as data_lib
 from research import errors, tracking
 from research.model import language_model
 from research.model import spec as model_spec
-from research.training import checkpoints, optimizer, report
+from research.training import accuracy, checkpoints, optimizer, report
 from research.training import loss as loss_lib
 from research.training import step as step_lib
 
@@ -51,6 +51,7 @@ def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich
     shapes = next(data.validation_batches(1))
     compiled = step_lib.compile_update(step_lib.make_update(model, updates), state, shapes)
     losses = jax.jit(functools.partial(step_lib.losses, model))
+    hits = jax.jit(functools.partial(accuracy.hits, model))
 
     with tracking.Tracker(folder, config) as tracker, report.progress(console, done, config.train.steps) as advance:
         meter = _Meter()
@@ -70,6 +71,9 @@ def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich
                 row |= {"bits_per_byte": loss_lib.bits_per_byte(row["loss"]), **meter.read()}
                 if evaluating:
                     row |= _evaluate(losses, state.params, data, config.train.eval_batches, step)
+                    if config.data.task != data_lib.TEXT:
+                        batches = data.validation_batches(config.train.eval_batches)
+                        row |= accuracy.by_distance(functools.partial(hits, state.params), batches)
                 tracker.log(step, row)
             if last or _due(step, config.train.checkpoint_every):
                 saved.save(step, state, iterator.get_state())
@@ -138,8 +142,7 @@ def _outcome(rows: list[dict[str, float]]) -> dict[str, float]:
     return {
         "steps": last["step"],
         "final_loss": last["loss"],
-        "val_loss": last["val_loss"],
-        "val_bits_per_byte": last["val_bits_per_byte"],
+        **{name: value for name, value in last.items() if name.startswith("val_")},
         "step_seconds": statistics.median(row["step_seconds"] for row in steady),
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steady),
     }
