@@ -1,7 +1,6 @@
 """Accuracy against distance: `python analysis/recall.py runs/recall-runlocal/results.jsonl`."""
 
 import json
-import math
 import pathlib
 import sys
 
@@ -10,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from analysis import table
+from experiments.recall import trained
 from research.data.recall import CHANCE
 from research.experiment import Row
 from research.training import accuracy
@@ -20,29 +19,35 @@ _STYLES = (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#D55E00", "D"
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
-    """Writes a PNG: a curve per point that was trained in full, over the ranges of distances.
+    """Writes a PNG: a panel per task, and in it a curve per pattern over the ranges of distances.
 
     Args:
-      rows: of a sweep of `experiments/recall.py`; those that failed, or ran for a few steps only, are left out.
+      rows: of a sweep of `experiments/recall.py`; those that failed, or compare mask strategies, are left out.
       path: the file.
     """
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    trained = [row for row in rows if accuracy.shares(row) and "train.steps" not in row["overrides"]]
-    for row, (colour, marker) in zip(trained, _STYLES, strict=False):
-        shares = accuracy.shares(row)
-        middles = [math.sqrt(first * last) for first, last in shares]
-        axes.plot(middles, list(shares.values()), color=colour, marker=marker, label=table.name(row))
-    ticks = list(accuracy.shares(trained[0]))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([math.sqrt(a * z) for a, z in ticks], [f"{a} to {z}" for a, z in ticks])
-    axes.axhline(CHANCE, color="black", linestyle=":", linewidth=1, label="chance")
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("distance from the value to the question, tokens")
-    axes.set_ylabel("share of right answers")
-    axes.grid(alpha=0.3)
-    axes.legend(title=table.fields(trained), fontsize="small")
+    tasks: dict[str, list[Row]] = {}
+    for row in trained(rows):
+        tasks.setdefault(row["overrides"].get("data.task", "needle"), []).append(row)
+    figure, axes = plt.subplots(1, len(tasks), figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False)
+    for axis, (task, group) in zip(axes[0], tasks.items(), strict=True):
+        for row, (colour, marker) in zip(group, _STYLES, strict=False):
+            shares = accuracy.shares(row)
+            axis.plot(range(len(shares)), list(shares.values()), color=colour, marker=marker, label=_name(row))
+        axis.axhline(CHANCE, color="black", linestyle=":", linewidth=1, label="a guess")
+        axis.set_xticks(range(len(shares)), [f"{first} to {last}" for first, last in shares])
+        axis.set_xlabel("distance from the value to the question, tokens")
+        axis.set_title(task)
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylim(0, 1.03)
+    axes[0, 0].set_ylabel("share of right answers")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _name(row: Row) -> str:
+    window = row["overrides"].get("attention.window")
+    return f"full attention (window {window})" if window else "+".join(row["layers"])
 
 
 if __name__ == "__main__":

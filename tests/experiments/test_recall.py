@@ -29,7 +29,7 @@ def test_check_lets_sliding_layers_guess_and_no_more(tmp_path):
         "csa+csa: 8 to 15 0.90, 16 to 31 0.80",
     ]
     rows.append(row(tmp_path / "c", sliding, 0.9, 0.9, window=64, **{"attention.window": 64}))
-    rows.append(row(tmp_path / "d", sliding, 0.9, 0.9, **{"train.steps": 6}))
+    rows.append(row(tmp_path / "d", sliding, 0.9, 0.9, **{"attention.backend": "splash"}))
     assert len(recall.check(rows)) == 3
     rows.append(row(tmp_path / "e", sliding, 0.5, 0.3))
     with pytest.raises(experiment.CheckError, match=r"sliding\+sliding answers 0\.30 beyond 14 tokens"):
@@ -37,6 +37,9 @@ def test_check_lets_sliding_layers_guess_and_no_more(tmp_path):
 
 
 def test_picture_is_drawn(tmp_path):
-    rows = [row(tmp_path / "a", ("csa",), 0.5, 0.1), row(tmp_path / "b", ("hca",), 0.9, 0.8, **{"train.steps": 6})]
+    rows = [
+        row(tmp_path / "a", ("csa",), 0.5, 0.1),
+        row(tmp_path / "b", ("hca",), 0.9, 0.8, **{"attention.backend": "splash"}),
+    ]
     picture.draw(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
