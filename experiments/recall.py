@@ -9,8 +9,6 @@ key and value in noise, asks how far a model reaches: sliding layers carry nothi
 whose keys are asked for, also asks which value belongs to which key. Full attention is a sliding window as long as the
 row. CSA sees all of its entries here: which ones its indexer would choose is another question.
 
-RESULTS
-
 The last points take a few steps on longer rows: what the mask strategies cost on this task.
 """
 
