@@ -28,9 +28,11 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     tasks: dict[str, list[Row]] = {}
     for row in trained(rows):
         tasks.setdefault(row["overrides"].get("data.task", "needle"), []).append(row)
+    names = list(dict.fromkeys(_name(row) for group in tasks.values() for row in group))
     figure, axes = plt.subplots(1, len(tasks), figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False)
     for axis, (task, group) in zip(axes[0], tasks.items(), strict=True):
-        for row, (colour, marker) in zip(group, _STYLES, strict=False):
+        for row in group:
+            colour, marker = _STYLES[names.index(_name(row))]
             shares = accuracy.shares(row)
             axis.plot(range(len(shares)), list(shares.values()), color=colour, marker=marker, label=_name(row))
         axis.axhline(CHANCE, color="black", linestyle=":", linewidth=1, label="a guess")
