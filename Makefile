@@ -31,11 +31,21 @@ test: $(INSTALLED) ## the default tests
 test-slow: $(INSTALLED) ## the tests that the default leaves out
 	$(BIN)/python -m pytest -m slow
 
+test-aot: $(VENV)/.installed-tpu ## compile a few programs for TPUs that are not there
+	$(BIN)/python -m pytest tests/measure/test_aot.py
+
 parity: $(VENV)/.installed-parity ## compare with the reference model in PyTorch
 	$(BIN)/python -m pytest tests/parity -m 'parity or not slow'
 
 peers: $(VENV)/.installed-parity ## time our attention layer beside Hugging Face's, on the CPU
 	$(BIN)/python launch/peers.py
+
+aot: $(VENV)/.installed-tpu ## compile a small sweep for a TPU that is not there
+	$(BIN)/python launch/aot.py --config=experiments/seed_claims.py:quick
+
+notebooks: $(INSTALLED) ## run the notebooks, from their text files
+	$(BIN)/jupytext --quiet --to ipynb analysis/notebooks/*.py
+	$(BIN)/jupyter-execute --inplace analysis/notebooks/*.ipynb
 
 lint: $(INSTALLED) ## ruff: check and format
 	$(BIN)/ruff check .
@@ -48,4 +58,4 @@ clean: ## remove virtual environments and caches; runs/ stays
 figures: $(INSTALLED) ## draw the README's picture
 	$(BIN)/python analysis/patterns.py
 
-.PHONY: help setup demo test test-slow parity peers lint figures clean
+.PHONY: help setup demo test test-slow parity peers aot notebooks test-aot lint figures clean

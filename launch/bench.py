@@ -57,7 +57,7 @@ def main() -> int:
                 file.flush()
             bar.advance(task)
     console.print(_table(rows))
-    _send(folder, config, rows)
+    tracking.send_table(folder, config, "bench", rows)
     module, _ = experiment.load(target)
     for line in getattr(module, "report", lambda rows: [])(rows):
         console.print(line, markup=False, soft_wrap=True)
@@ -83,19 +83,6 @@ def _table(rows: list[dict]) -> rich.table.Table:
         what = " ".join(part for part in parts if part)
         table.add_row(what, f"{row['seq_len']:,}", row["dtype"], _PHASES[row["phase"]], *numbers, row["status"])
     return table
-
-
-def _send(folder: pathlib.Path, config, rows: list[dict]) -> None:
-    """The rows as a table in wandb."""
-    run = tracking.start_wandb(folder, config)
-    if run is None:
-        return
-    import wandb
-
-    columns = sorted({name for row in rows for name, value in row.items() if not isinstance(value, dict)})
-    data = [[row.get(name) for name in columns] for row in rows]
-    run.log({"bench": wandb.Table(columns=columns, data=data)}, step=len(rows))
-    run.finish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The `--config` flag of the launchers: `--config=experiments/x.py:arg --config.group.field=value`."""
 
 import argparse
+import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -9,12 +11,15 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from research import errors, experiment
+from research import errors, experiment, tracking
 from research.config import ConfigError
 
 INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
+INTERRUPTED_EXIT = os.EX_TEMPFAIL  # 75, by which a scheduler knows that the run goes on when it is started again
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
+
+_PRESET = flags.DEFINE_string("preset", "", "overrides saved under that name by a search; the command line's win")
 
 _TARGET = re.compile(r"--?config(?:=(.*))?")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
@@ -30,7 +35,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
 
     def guarded(argv: Sequence[str]) -> None:
         del argv
-        logging.set_verbosity(logging.WARNING)  # jax and orbax tell at length what they found
+        logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
         try:
             sys.exit(main())
         except Exception as error:
@@ -50,13 +55,37 @@ def target() -> str:
 
 
 def config() -> ml_collections.ConfigDict:
-    """The experiment's config with the command line's overrides."""
-    return _CONFIG.value
+    """The experiment's config with the preset's and the command line's overrides."""
+    chosen = _CONFIG.value
+    if _PRESET.value:
+        experiment.override(chosen, overrides())
+    return chosen
 
 
 def overrides() -> experiment.Overrides:
-    """The command line's overrides by dotted name."""
-    return config_flags.get_override_values(flags.FLAGS["config"])
+    """The preset's and the command line's overrides by dotted name."""
+    given = config_flags.get_override_values(flags.FLAGS["config"])
+    return (_preset(_CONFIG.value, _PRESET.value) if _PRESET.value else {}) | given
+
+
+def save_preset(config: ml_collections.ConfigDict, name: str, settings: experiment.Overrides) -> pathlib.Path:
+    """Saves overrides for `--preset=NAME`, and returns the file."""
+    path = _preset_path(config, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tracking.write_json(path, settings)
+    return path
+
+
+def _preset(config: ml_collections.ConfigDict, name: str) -> experiment.Overrides:
+    path = _preset_path(config, name)
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
+        raise ConfigError(f"--preset={name}: no {path}; there are {known}")
+    return tracking.read_json(path)
+
+
+def _preset_path(config: ml_collections.ConfigDict, name: str) -> pathlib.Path:
+    return pathlib.Path(config.run.root) / "presets" / f"{name}.json"
 
 
 def expand(arguments: Sequence[str]) -> list[str]:
@@ -118,4 +147,5 @@ def _report(error: Exception) -> None:
     if kind == errors.OTHER:
         raise error
     print(f"{kind}: {error}", file=sys.stderr)
-    sys.exit(INVALID_EXIT if kind in (errors.INVALID, errors.UNSUPPORTED) else 1)
+    exits = {errors.INVALID: INVALID_EXIT, errors.UNSUPPORTED: INVALID_EXIT, errors.INTERRUPTED: INTERRUPTED_EXIT}
+    sys.exit(exits.get(kind, 1))

@@ -2,19 +2,29 @@
 
 Any field of the config can be overridden: `--config.attention.block_q=256 --config.model.layers="('hca',)"`.
 `--point=LABEL` trains one point of the experiment's sweep, as wandb's agents do.
-A run that was killed goes on from its last checkpoint when it is started again with the same `--config.run.id`.
+A run that was killed goes on from its last checkpoint when it is started again with the same `--config.run.id`; one
+that SIGTERM or SIGINT stopped has saved its last step, and exits with 75. `--dry_run` shows the resolved config, all
+shapes, and what a step takes in FLOPs and memory, and trains nothing.
+
+Several processes, on one machine or several, train one model when all are given the same command with
+`--config.distributed.coordinator=auto` (clusters that JAX knows), or `=host:port` with `num_processes` and
+`process_id`; `run.root` must be a folder that they share.
 """
 
 import datetime
 import os
 import pathlib
 
+import jax
 import rich.console
 from absl import flags as absl_flags
 
 from launch import flags
 from research import experiment, tracking
-from research.training import run
+from research.parallel import batch as parallel
+from research.training import dry_run, run
+
+_DRY_RUN = absl_flags.DEFINE_bool("dry_run", False, "show what would be trained, and stop")
 
 absl_flags.DEFINE_string("point", "", "a point of the experiment's sweep, by its label")  # `flags.expand` reads it
 
@@ -22,9 +32,13 @@ absl_flags.DEFINE_string("point", "", "a point of the experiment's sweep, by its
 def main() -> int:
     """Runs what the command line describes, and returns the exit code."""
     config, overrides = flags.config(), flags.overrides()
+    parallel.join(config)
+    console = rich.console.Console(quiet=jax.process_index() > 0)
+    if _DRY_RUN.value:
+        dry_run.dry_run(config, console)
+        return 0
     if not config.run.id:
         config.run.id = default_id(flags.target(), overrides)
-    console = rich.console.Console()
     summary = run.run(config, overrides, console)
     console.print(
         f"loss {summary['final_loss']:.4f}, validation {summary['val_bits_per_byte']:.3f} bits/byte, "

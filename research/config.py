@@ -12,11 +12,14 @@ import ml_collections
 
 from research import data as data_lib
 from research.attention import backends
-from research.attention.spec import KINDS
+from research.attention.spec import KINDS, STAGES
+from research.measure import chips
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
 
+AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
+WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -50,6 +53,9 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.block_kv_dkv = 0
     config.attention.block_kv_dkv_compute = 0
     config.attention.dq_reduction_steps = 0
+    config.attention.heads_per_call = 0  # splash: heads that a call of the kernel serves; 0 is all
+    config.attention.heads_at_once = 0  # heads that a layer computes at a time, recomputing them backward; 0 is all
+    config.attention.vmem_limit_kib = 0  # splash on a TPU: vector memory that a kernel may take
     config.attention.window = 128
     config.attention.hca_ratio = 128
     config.attention.csa_ratio = 4
@@ -63,6 +69,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.index_heads = 4
     config.attention.index_head_width = 32
     config.attention.sinks = True  # one learned sink per head
+    config.attention.csa_stage = "sparse"  # dense, warmup, sparse: `spec.STAGES`
+    config.attention.indexer_loss_weight = 1.0  # of the mean over CSA layers of `indexer_loss`; 0 leaves it out
 
     config.rope = ml_collections.ConfigDict()
     config.rope.theta = 10_000.0  # sliding layers
@@ -96,11 +104,27 @@ def base_config() -> ml_collections.ConfigDict:
     config.train.log_every = 10
     config.train.eval_every = 100  # 0: only at the end
     config.train.eval_batches = 8
-    config.train.checkpoint_every = 100  # 0: only at the end
+    config.train.checkpoint_every = 100  # 0: only at the end and when a signal stops the run
+    config.train.keep_last = 2  # newest checkpoints that are kept
+    config.train.keep_best = 1  # kept beside them: lowest validation loss, of checkpoints at a step that validates
+    config.train.start_from = ""  # id of a run below run.root, or its path: its parameters and moments are taken over
+
+    config.profile = ml_collections.ConfigDict()
+    config.profile.steps = 0  # traced into the run's folder, after the first ones, which warm up
+
+    config.distributed = ml_collections.ConfigDict()
+    config.distributed.coordinator = ""  # host:port of process 0; auto: asked of the cluster; empty: one process
+    config.distributed.num_processes = 0  # with host:port
+    config.distributed.process_id = 0  # with host:port
 
     config.bench = ml_collections.ConfigDict()
     config.bench.repeats = 5  # timed runs of each program, after one that is not
     config.bench.timeout_minutes = 10.0  # for one point of a sweep, after which it is a row that says so
+
+    config.aot = ml_collections.ConfigDict()
+    config.aot.topology = "v5p:2x2x1"  # chip and mesh to compile for, one device of it: `measure.chips`
+    config.aot.what = ("op",)  # op: one attention; layer: with its projections; step: an update of the whole model
+    config.aot.timeout_minutes = 10.0  # for one program
 
     config.run = ml_collections.ConfigDict()
     config.run.root = "runs"
@@ -130,12 +154,19 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
     _check_rope(config.rope)
     _check_data(config)
     _check_training(config)
+    _check_distributed(config.distributed)
     settings = effective(config, platform)
-    if config.model.remat != "none" and any(layer.get("interpreted") for layer in settings.values()):
-        raise NotImplementedError(
-            f"config.model.remat={config.model.remat}: the interpreted splash kernel cannot be recomputed; "
-            "use none here, or another backend"
+    if any(layer.get("interpreted") for layer in settings.values()):
+        recomputed = (
+            ("model.remat", config.model.remat, "none"),
+            ("attention.heads_at_once", config.attention.heads_at_once, 0),
         )
+        for name, setting, off in recomputed:
+            if setting != off:
+                raise NotImplementedError(
+                    f"config.{name}={setting}: the interpreted splash kernel cannot be recomputed; "
+                    f"use {off} here, or another backend"
+                )
 
 
 def effective(config: ml_collections.ConfigDict, platform: str | None = None) -> dict[str, backends.Effective]:
@@ -150,6 +181,8 @@ def effective(config: ml_collections.ConfigDict, platform: str | None = None) ->
         raise ConfigError(f"config.attention.{error}") from error
     if "csa" not in settings and config.attention.csa_schedule != "auto":
         raise _error("attention.csa_schedule", config.attention.csa_schedule, "auto: model.layers has no csa layer")
+    if "csa" not in settings and config.attention.csa_stage != "sparse":
+        raise _error("attention.csa_stage", config.attention.csa_stage, "sparse: model.layers has no csa layer")
     if set(settings) == {"csa"} and config.attention.schedule != "auto":
         raise _error("attention.schedule", config.attention.schedule, "auto: model.layers has only csa layers")
     return settings
@@ -199,8 +232,33 @@ def _check_attention(attention) -> None:
             raise _error("attention.rope_width", attention.rope_width, f"at most {name}={attention[name]}")
     if attention.rope_width % 2:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
+    if attention.heads_per_call and (attention.heads_per_call < 0 or attention.heads % attention.heads_per_call):
+        raise _error("attention.heads_per_call", attention.heads_per_call, f"0 (all) or a divisor of {attention.heads}")
+    if attention.vmem_limit_kib < 0:
+        raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
         raise _error("attention.out_groups", attention.out_groups, f"a divisor of heads={attention.heads}")
+    at_once, least = attention.heads_at_once, attention.heads // attention.out_groups
+    if at_once and (at_once < 0 or attention.heads % at_once or at_once % least):
+        raise _error(
+            "attention.heads_at_once", at_once, f"0 (all), or divide {attention.heads} by a multiple of {least}"
+        )
+    if at_once and attention.heads_per_call > at_once:
+        raise _error("attention.heads_per_call", attention.heads_per_call, f"at most heads_at_once={at_once}")
+    _check_stage(attention)
+
+
+def _check_stage(attention) -> None:
+    _one_of("attention.csa_stage", attention.csa_stage, STAGES)
+    weight, default = attention.indexer_loss_weight, base_config().attention.indexer_loss_weight
+    if weight < 0:
+        raise _error("attention.indexer_loss_weight", weight, "0 or more")
+    if attention.csa_stage == "dense" and weight != default:
+        raise _error("attention.indexer_loss_weight", weight, f"{default} with csa_stage=dense, which has no such loss")
+    if attention.csa_stage == "warmup" and not weight:
+        raise _error(
+            "attention.indexer_loss_weight", weight, "positive with csa_stage=warmup, which trains nothing else"
+        )
 
 
 def _check_rope(rope) -> None:
@@ -231,7 +289,7 @@ def _check_data(config) -> None:
 def _check_training(config) -> None:
     optimizer, train = config.optimizer, config.train
     _positive(optimizer, "optimizer", "learning_rate", "clip_norm")
-    _positive(train, "train", "steps", "log_every", "eval_batches")
+    _positive(train, "train", "steps", "log_every", "eval_batches", "keep_last")
     for name in ("warmup_steps", "weight_decay"):
         if optimizer[name] < 0:
             raise _error(f"optimizer.{name}", optimizer[name], "0 or more")
@@ -240,13 +298,38 @@ def _check_training(config) -> None:
     for name in ("eval_every", "checkpoint_every"):
         if train[name] < 0:
             raise _error(f"train.{name}", train[name], "0 (only at the end) or more")
+    if train.keep_best < 0:
+        raise _error("train.keep_best", train.keep_best, "0 or more")
+    if not 0 <= config.profile.steps <= max(0, train.steps - WARM_UP_STEPS):
+        most = f"train.steps={train.steps} less {WARM_UP_STEPS} for warming up"
+        raise _error("profile.steps", config.profile.steps, f"from 0 to {most}")
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
             raise _error(f"optimizer.{name}", optimizer[name], "at least 0 and below 1")
     if not 0 <= optimizer.final_fraction <= 1:
         raise _error("optimizer.final_fraction", optimizer.final_fraction, "between 0 and 1")
     _positive(config.bench, "bench", "repeats", "timeout_minutes")
+    _positive(config.aot, "aot", "timeout_minutes")
+    if not config.aot.what or not set(config.aot.what) <= set(AOT_WHAT):
+        raise _error("aot.what", config.aot.what, f"a non-empty tuple with members among {', '.join(AOT_WHAT)}")
+    _one_of("aot.topology", config.aot.topology.partition(":")[0], chips.NAMES)
     _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
+
+
+def _check_distributed(distributed) -> None:
+    coordinator, processes, process = distributed.coordinator, distributed.num_processes, distributed.process_id
+    if coordinator in ("", "auto"):
+        for name in ("num_processes", "process_id"):
+            if distributed[name]:
+                raise _error(f"distributed.{name}", distributed[name], "0, unless distributed.coordinator is host:port")
+        return
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise _error("distributed.coordinator", repr(coordinator), "host:port, auto, or empty")
+    if processes < 1:
+        raise _error("distributed.num_processes", processes, f"1 or more with coordinator={coordinator}")
+    if not 0 <= process < processes:
+        raise _error("distributed.process_id", process, f"from 0 to num_processes - 1 = {processes - 1}")
 
 
 def _positive(group, prefix: str, *names: str) -> None:

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import ml_collections
+
 from research import experiment, tracking
 from research.config import ConfigError, validate
 from research.training import run as run_lib
@@ -65,6 +67,29 @@ def plan(target: str, common: experiment.Overrides, platform: str, fresh: bool) 
     if problems:
         raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
     return points
+
+
+def configs(
+    target: str, common: experiment.Overrides, platform: str
+) -> list[tuple[experiment.Overrides, ml_collections.ConfigDict]]:
+    """The points of a sweep as overrides and configs, each checked.
+
+    Raises:
+      ConfigError: a point is invalid; names every such point.
+    """
+    module, arg = experiment.load(target)
+    found, problems = [], []
+    for overrides in module.sweep(arg):
+        config = module.get_config(arg)
+        try:
+            experiment.override(config, common | overrides)
+            validate(config, platform)
+            found.append((overrides, config))
+        except (ConfigError, NotImplementedError) as error:
+            problems.append(f"\n  {experiment.label(overrides)}: {error}")
+    if problems:
+        raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
+    return found
 
 
 def _point(target, config, common, overrides, platform, fresh) -> Point:

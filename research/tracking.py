@@ -5,7 +5,11 @@
 * `metrics.jsonl`: one row per logged step, flushed a line at a time;
 * `summary.json`: how it ended; absent while it runs and after a kill;
 * `checkpoints/`: see `research.training.checkpoints`;
+* `profile/`: a trace, where `config.profile` asks for one; see `research.training.profile`;
+* `nonfinite/`: what is kept of a step whose loss was NaN; see `research.training.inspection`;
 * `wandb/` and `wandb_id`: wandb's own files, and the id under which a resumed run goes on.
+
+Of several processes the first alone writes.
 """
 
 import datetime
@@ -21,6 +25,8 @@ from typing import Any
 import jax
 import ml_collections
 
+from research import errors
+
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
@@ -34,21 +40,24 @@ class Tracker:
 
     def __init__(self, folder: pathlib.Path, config: ml_collections.ConfigDict):
         """Starts or continues the record in `folder`; see `config.wandb` for the part of wandb."""
-        self._file = open(folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed on exit)
+        self._path = folder / METRICS
         self._wandb = start_wandb(folder, config)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
-        self._file.close()
         if self._wandb is not None:
+            if isinstance(error, errors.InterruptedRunError):
+                self._wandb.mark_preempting()  # so that a sweep's agent may take it up again
             self._wandb.finish(exit_code=0 if error is None else 1)
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Writes a row; steps must increase, and numbers must be finite."""
-        self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **row}, allow_nan=False) + "\n"
+        if _writes():
+            with errors.of_disk(self._path), open(self._path, "a", encoding="utf-8") as file:
+                file.write(line)
         if self._wandb is not None:
             self._wandb.log(row, step=step)
 
@@ -80,14 +89,27 @@ def read_rows(folder: pathlib.Path) -> list[dict[str, float]]:
     path = folder / METRICS
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was never finished
+    return read_lines(path)
 
 
 def drop_rows_after(folder: pathlib.Path, step: int) -> None:
     """Removes the rows that a run resumed from the checkpoint at `step` will write again."""
     kept = [json.dumps(row) + "\n" for row in read_rows(folder) if row["step"] <= step]
     _replace(folder / METRICS, "".join(kept))
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; what follows the last newline was never finished, and is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def drop_unfinished_line(path: pathlib.Path) -> None:
+    """Cuts off what a kill left of a line in a JSONL file, so that rows can be appended."""
+    if path.exists():
+        content = path.read_bytes()
+        with open(path, "r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 def read_json(path: pathlib.Path) -> Any:
@@ -101,9 +123,20 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
+    if not _writes():
+        return
     beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        with errors.of_disk(path):
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _writes() -> bool:
+    return jax.process_index() == 0
 
 
 def _commit() -> str:
@@ -118,7 +151,7 @@ def _commit() -> str:
 
 def start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
     """Returns wandb's run, or None where it is disabled."""
-    if config.wandb.mode == "disabled":
+    if config.wandb.mode == "disabled" or not _writes():
         return None
     import wandb  # half a second, and only where wanted
 
@@ -128,7 +161,7 @@ def start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     identity = folder / "wandb_id"
     if not identity.exists() or "WANDB_SWEEP_ID" in os.environ:  # an agent's run has the id that the agent gave it
-        identity.write_text(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8], encoding="utf-8")
+        _replace(identity, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
     return wandb.init(
         project=config.wandb.project,
         name=folder.name,
@@ -139,3 +172,16 @@ def start_wandb(folder: pathlib.Path, config: ml_collections.ConfigDict) -> Any:
         config=json.loads(config.to_json_best_effort()),
         settings=wandb.Settings(silent=True, console="off"),
     )
+
+
+def send_table(folder: pathlib.Path, config: ml_collections.ConfigDict, name: str, rows: list[dict[str, Any]]) -> None:
+    """The flat columns of rows as a table of that name in wandb, unless it is disabled."""
+    run = start_wandb(folder, config)
+    if run is None:
+        return
+    import wandb
+
+    columns = sorted({column for row in rows for column, value in row.items() if not isinstance(value, dict)})
+    data = [[row.get(column) for column in columns] for row in rows]
+    run.log({name: wandb.Table(columns=columns, data=data)}, step=len(rows))
+    run.finish()

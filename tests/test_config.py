@@ -129,6 +129,7 @@ def test_every_field_is_read(monkeypatch, tmp_path):
     assert set(experiment.field_names(config)) - reads - written_reads() == {"train.read_by_nobody"}
 
 
+PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
 SPLASH = {"attention.backend": "splash"}
 REFUSED = [
     ({"seed": -1}, "seed=-1: must be 0 or more"),
@@ -169,9 +170,35 @@ REFUSED = [
         {**SPLASH, "attention.block_kv": 256, "attention.block_kv_compute": 512},
         "attention.block_kv_compute=512: must divide block_kv=256",
     ),
+    ({"attention.csa_stage": "warm"}, "attention.csa_stage='warm': must be one of dense, warmup, sparse"),
+    (
+        {"attention.csa_stage": "dense", "model.layers": ("hca",)},
+        "attention.csa_stage=dense: must be sparse: model.layers has no csa layer",
+    ),
+    ({"attention.indexer_loss_weight": -1.0}, "attention.indexer_loss_weight=-1.0: must be 0 or more"),
+    (
+        {"attention.csa_stage": "dense", "attention.indexer_loss_weight": 0.5},
+        "attention.indexer_loss_weight=0.5: must be 1.0 with csa_stage=dense, which has no such loss",
+    ),
+    (
+        {"attention.csa_stage": "warmup", "attention.indexer_loss_weight": 0.0},
+        "attention.indexer_loss_weight=0.0: must be positive with csa_stage=warmup, which trains nothing else",
+    ),
     ({"attention.rope_width": 15}, "attention.rope_width=15: must be even"),
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
+    ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or a divisor of 4"),
+    ({"attention.heads_at_once": 1}, r"attention.heads_at_once=1: must be 0 \(all\), or divide 4 by a multiple of 2"),
+    ({"attention.heads_at_once": -2}, "attention.heads_at_once=-2: must be 0"),
+    (
+        {"attention.heads_at_once": 2, "attention.heads_per_call": 4},
+        "attention.heads_per_call=4: must be at most heads_at_once=2",
+    ),
+    ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
+    ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
+    ({"aot.what": ("op", "model")}, r"aot.what=\('op', 'model'\): must be .*op, layer, step"),
+    ({"aot.topology": "v9:2x2"}, "aot.topology='v9': must be .*v4, v5e, v5p, v6e, tpu7x"),
+    ({"attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
     ({"attention.out_groups": 3}, "attention.out_groups=3: must be a divisor of heads=4"),
     ({"rope.yarn_factor": 0.5}, "rope.yarn_factor=0.5: must be at least 1"),
     ({"data.task": "copy"}, "data.task='copy': must be one of text, recall, needle"),
@@ -190,6 +217,17 @@ REFUSED = [
     ({"optimizer.b2": -0.1}, "optimizer.b2=-0.1: must be at least 0 and below 1"),
     ({"train.eval_every": -1}, "train.eval_every=-1: must be 0 .* or more"),
     ({"train.checkpoint_every": -1}, "train.checkpoint_every=-1: must be 0 .* or more"),
+    ({"train.keep_best": -1}, "train.keep_best=-1: must be 0 or more"),
+    ({"profile.steps": -1}, "profile.steps=-1: must be from 0 to train.steps=200 less 2"),
+    ({"profile.steps": 199}, "profile.steps=199: must be from 0 to train.steps=200 less 2"),
+    ({"distributed.coordinator": "host"}, "distributed.coordinator='host': must be host:port, auto, or empty"),
+    (PAIR | {"distributed.num_processes": 0}, "distributed.num_processes=0: must be 1 or more with .*host:1234"),
+    (PAIR | {"distributed.process_id": 2}, r"distributed.process_id=2: must be from 0 to num_processes - 1 = 1"),
+    ({"distributed.num_processes": 2}, "distributed.num_processes=2: must be 0, unless .*coordinator is host:port"),
+    (
+        {"distributed.coordinator": "auto", "distributed.process_id": 1},
+        "distributed.process_id=1: must be 0, unless .*coordinator is host:port",
+    ),
     ({"wandb.mode": "on"}, "wandb.mode='on': must be one of auto, online, offline, disabled"),
 ]
 POSITIVE = {
@@ -197,8 +235,9 @@ POSITIVE = {
     "attention": ("window", "hca_ratio", "csa_ratio", "top_k", "heads", "head_width", "rope_width", "q_rank"),
     "rope": ("theta", "compressed_theta", "yarn_original_length", "yarn_beta_fast", "yarn_beta_slow"),
     "optimizer": ("learning_rate", "clip_norm"),
-    "train": ("steps", "log_every", "eval_batches"),
+    "train": ("steps", "log_every", "eval_batches", "keep_last"),
     "bench": ("repeats", "timeout_minutes"),
+    "aot": ("timeout_minutes",),
 }
 POSITIVE["attention"] += ("out_groups", "out_rank", "index_heads", "index_head_width")
 REFUSED += [
@@ -219,7 +258,7 @@ def test_impossible_setting_is_named_with_what_is_allowed(overrides, message):
 
 def test_every_number_has_a_bad_value_above():
     free = {"attention.sinks", "data.align_starts", "data.path", "model.tied_head", "run.id", "run.root"}
-    free |= {"wandb.project"}  # any text or truth value will do
+    free |= {"wandb.project", "train.start_from"}  # any text or truth value will do
     refused = {re.match(r"[a-z0-9_.]+", message.replace("\\", ""))[0] for _, message in REFUSED}
     alike = {f"attention.{name}" for name in backends.Options.__dataclass_fields__ if name.startswith("block_")}
     assert set(experiment.field_names(base_config())) == refused | free | alike

@@ -1,11 +1,13 @@
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
-from research import tracking
+from research import errors, tracking
 from tests import tiny
 
 
@@ -47,6 +49,21 @@ def test_json_survives_a_kill_while_it_is_written(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tracking.write_json(path, {"status": "error"})
     assert tracking.read_json(path) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("error", "marks", "code"),
+    [(None, 0, 0), (errors.InterruptedRunError("SIGTERM"), 1, 1), (errors.NonFiniteLossError("nan"), 0, 1)],
+)
+def test_wandb_learns_how_the_run_ended(tmp_path, monkeypatch, error, marks, code):
+    """A sweep's agent takes a run that was marked as preempted up again."""
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with contextlib.suppress(Exception), tracker(tmp_path, "offline"):
+        if error is not None:
+            raise error
+    assert wandb.init.return_value.mark_preempting.call_count == marks
+    wandb.init.return_value.finish.assert_called_once_with(exit_code=code)
 
 
 def test_wandb_offline_needs_no_network_and_keeps_its_id(tmp_path):

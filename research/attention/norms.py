@@ -5,6 +5,12 @@ import jax
 import jax.numpy as jnp
 
 
+def normalize(x: jax.Array, eps: float) -> jax.Array:
+    """`[..., width]` over its root mean square, in float32; the result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class RMSNorm(hk.RMSNorm):
     """Divides the last axis by its root mean square, in float32 whatever the input's dtype.
 

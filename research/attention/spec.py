@@ -6,6 +6,9 @@ from research.attention import backends
 from research.attention import visibility as visibility_lib
 
 KINDS = ("sliding", "hca", "csa")
+# How CSA is trained, one after the other (DeepSeek-V3.2, section 2.1.1): attention to all entries; the same with the
+# indexer alone in training; attention to the selected entries, everything in training.
+STAGES = ("dense", "warmup", "sparse")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,9 @@ class AttentionSpec:
     block_kv_dkv: int
     block_kv_dkv_compute: int
     dq_reduction_steps: int
+    heads_per_call: int
+    vmem_limit_kib: int
+    heads_at_once: int
     window: int
     hca_ratio: int
     csa_ratio: int
@@ -47,6 +53,8 @@ class AttentionSpec:
     index_heads: int
     index_head_width: int
     sinks: bool
+    csa_stage: str
+    indexer_loss_weight: float
 
     def visibility(self, kind: str) -> visibility_lib.Visibility:
         """The visibility of a layer of that kind ('sliding', 'hca' or 'csa')."""
@@ -55,8 +63,30 @@ class AttentionSpec:
         if kind == "hca":
             return visibility_lib.HeavilyCompressed(self.window, self.hca_ratio)
         if kind == "csa":
-            return visibility_lib.CompressedSparse(self.window, self.csa_ratio, self.top_k)
+            if self.selects:
+                return self.selection
+            return visibility_lib.HeavilyCompressed(self.window, self.csa_ratio)
         raise ValueError(f"attention kind {kind!r}: must be one of {', '.join(KINDS)}")
+
+    @property
+    def selection(self) -> visibility_lib.CompressedSparse:
+        """What the indexer of a CSA layer selects, in stages that attend only to it and in those that do not."""
+        return visibility_lib.CompressedSparse(self.window, self.csa_ratio, self.top_k)
+
+    @property
+    def selects(self) -> bool:
+        """Whether CSA attends to the selected entries only."""
+        return self.csa_stage == "sparse"
+
+    @property
+    def trains_indexer(self) -> bool:
+        """Whether the indexer learns, from its own loss; what has none is not to be touched by weight decay either."""
+        return self.csa_stage != "dense" and self.indexer_loss_weight > 0
+
+    @property
+    def trains_model(self) -> bool:
+        """Whether all else learns, from the language model's loss."""
+        return self.csa_stage != "warmup"
 
     def options(self, kind: str) -> backends.Options:
         """The backend options of a layer of that kind: CSA has a schedule of its own."""

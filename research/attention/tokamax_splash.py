@@ -1,7 +1,17 @@
-"""The one place that imports tokamax: the splash kernels live at the same private path in both tested versions."""
+"""The one place that imports tokamax: the splash kernels live at the same private path in both tested versions.
+
+tokamax does not let its caller say how much vector memory (VMEM) a kernel may take, and the compiler's flag for it is
+for the whole program: with it raised, every product of matrices takes several times as long to compile. So we load an
+instance of tokamax's module of our own, and add the limit there, where it touches nobody else.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import types
 
 import jax
-from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas import tpu as pltpu
 from tokamax._src.ops.experimental.tpu.splash_attention.base import (
     DEFAULT_MASK_VALUE,
     SegmentIds,
@@ -17,10 +27,35 @@ __all__ = [
     "SplashAttentionKernel",
     "SplashConfig",
     "allows_rank_promotion",
+    "backward",
     "make_dynamic_splash_mqa",
     "make_splash_mqa_single_device",
     "process_mask",
+    "vmem_limit",
 ]
+
+_limit = jax.make_user_context(0)  # a context that jax.jit's caches know of
+
+
+def _compiler_params(**settings) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(**settings, vmem_limit_bytes=_limit.value or None)
+
+
+def _own_kernels() -> types.ModuleType:
+    spec = importlib.util.find_spec("tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_kernel")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.pltpu = types.SimpleNamespace(**{**vars(pltpu), "CompilerParams": _compiler_params})
+    return module
+
+
+kernels = _own_kernels()
+
+
+def vmem_limit(kib: int) -> contextlib.AbstractContextManager:
+    """Within it, kernels that are traced may take that much vector memory; 0 is the compiler's default."""
+    return _limit(kib * 1024)
+
 
 # Decorates what runs tokamax's code, which mixes ranks even where `jax_numpy_rank_promotion` forbids it to ours.
 allows_rank_promotion = jax.numpy_rank_promotion("allow")
@@ -28,7 +63,28 @@ allows_rank_promotion = jax.numpy_rank_promotion("allow")
 # tokamax 0.0.17 prunes every schedule by the segments, for which its backward kernel knows the ring buffer alone.
 SEGMENTS_NEED_RING = hasattr(kernels, "_refine_mask_info_with_segments")
 
+_HAS_KEY = "prng_key" in inspect.signature(kernels._splash_attention_fwd).parameters  # for dropout, from 0.0.17 on
+
 SplashAttentionKernel = kernels.SplashAttentionKernel
 SplashConfig = kernels.SplashConfig
 make_dynamic_splash_mqa = allows_rank_promotion(kernels.make_dynamic_splash_mqa)
 make_splash_mqa_single_device = allows_rank_promotion(kernels.make_splash_mqa_single_device)
+
+
+def backward(kernel, q, keys, ids, out, logsumexp, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kernel's own backward pass, apart from its forward one.
+
+    Args:
+      kernel: a shared-key kernel.
+      q, keys, ids: what it was called with, [H, q_len, D], [kv_len, D] as keys and values, and `SegmentIds` or None.
+      out, logsumexp: what it gave, [H, q_len, D] and, in natural base, float32 [H, q_len].
+      d_out: [H, q_len, D].
+
+    Returns:
+      The gradients of q, and of keys as keys and as values.
+    """
+    settings = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
+    if settings["config"].use_base2_exp:
+        logsumexp = logsumexp * kernels.LOG2E
+    residuals = (q, keys, keys, ids, None, out, logsumexp, kernel.dkv_mask_info, *([None] if _HAS_KEY else []))
+    return kernels._splash_attention_bwd(save_residuals=False, **settings, res=residuals, grads=d_out)[2:5]

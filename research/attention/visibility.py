@@ -15,6 +15,8 @@ that the indexer selected. Source: DeepSeek-V4, sections 2.3.1 (CSA) and 2.3.2 (
 import dataclasses
 from typing import Any, ClassVar
 
+import numpy as np
+
 PADDING = -1  # segment id of a token that neither sees nor is seen
 STRADDLES = -2  # segment id of a compressed entry whose window spans documents or padding
 
@@ -95,6 +97,16 @@ def entry_segments(segments: Any, ratio: int) -> Any:
     first = windows[..., :1]
     whole = xp.all(windows == first, axis=-1) & (first[..., 0] >= 0)
     return xp.where(whole, first[..., 0], STRADDLES).astype(segments.dtype)
+
+
+def visible_pairs(visibility: Visibility, seq_len: int) -> int:
+    """Pairs of a query and a key it sees, selected entries included, in a sequence that is one document."""
+    t = np.arange(seq_len, dtype=np.int64)
+    pairs = np.minimum(t + 1, visibility.window).sum()
+    if visibility.kind != "sliding":
+        complete = visibility.num_entries(t + 1)
+        pairs += (np.minimum(complete, visibility.top_k) if visibility.kind == "csa" else complete).sum()
+    return int(pairs)
 
 
 def _require_positive(visibility, field: str) -> None:

@@ -53,6 +53,15 @@ class Data:
         dataset = packing.batches(self.corpus.validation, self.packing, _VALIDATION_SEED, repeat=False)
         return itertools.islice(dataset, limit or None)
 
+    def documents(self, batch: Batch) -> list[str]:
+        """Names of the training documents that a batch's pieces were cut from; all of them, where pieces are alike."""
+        pieces = set()
+        for targets, segments in zip(batch["targets"], batch["segments"], strict=True):
+            pieces |= {targets[segments == segment].tobytes() for segment in range(segments.max() + 1)}
+        chunks = packing.Chunks(self.corpus.training, self.packing.longest_chunk)
+        found = {chunks.document(i) for i in range(len(chunks)) if chunks[i]["targets"].tobytes() in pieces}
+        return sorted(self.corpus.training[index].name for index in found)
+
     def describe(self) -> dict[str, str | int]:
         """What was read, for the run's record: source, documents and bytes of each side, digest."""
         training, validation = self.corpus.training, self.corpus.validation

@@ -65,7 +65,8 @@ def load(path: str, validation_fraction: float) -> Corpus:
       validation_fraction: expected share of the documents (of the bytes, for a single document) to hold out.
 
     Raises:
-      ValueError: the path leads to no text, a gzip file is damaged, or the fraction leaves one side empty.
+      ValueError: the path leads to no text, a file cannot be read, a gzip file is damaged, or the fraction leaves one
+        side empty.
     """
     if not 0.0 < validation_fraction < 1.0:
         raise ValueError(f"config.data.validation_fraction={validation_fraction}: must lie between 0 and 1")
@@ -125,8 +126,11 @@ def _walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        content = file.read()
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        raise ValueError(f"config.data.path: {path!r} cannot be read: {error.strerror}") from error
     if not path.endswith(".gz"):
         return content
     try:

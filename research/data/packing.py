@@ -81,6 +81,10 @@ class Chunks:
     def __len__(self) -> int:
         return len(self._start)
 
+    def document(self, index: int) -> int:
+        """Which document a chunk is from."""
+        return int(self._text[index])
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         text, start = self._texts[self._text[index]], self._start[index]
         targets = text[start : start + self._longest].astype(np.int32)

@@ -78,6 +78,11 @@ class Recall:
         """The first `limit` validation batches, the same for every seed; without a limit they never end."""
         return itertools.islice(self._batches((_VALIDATION,)), limit or None)
 
+    def documents(self, batch: Batch) -> list[str]:
+        """What a batch was made from, told as `research.data.Data` tells it."""
+        del batch
+        return [f"{self.task} of seed {self.seed}"]
+
     def describe(self) -> dict[str, str | int]:
         """What the rows are, for the run's record."""
         return {"source": self.task, "pairs": self.pairs, "digest": self.digest}

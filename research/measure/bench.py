@@ -1,25 +1,14 @@
 """Runs the points of an experiment's sweep as single attentions, each in a process of its own."""
 
 import dataclasses
-import json
-import pathlib
-import signal
-import subprocess
-import sys
-import tempfile
 from typing import Any
 
 import ml_collections
 
-from research import config as config_lib
-from research import experiment
+from research import experiment, sweep
 from research.attention import backends
-from research.config import ConfigError
-from research.measure import op
+from research.measure import apart, op
 from research.model import spec as model_spec
-
-# The kernel takes the largest process when memory runs out, which leaves no message of its own.
-_KILLED = {signal.SIGKILL: "out of host memory (killed)"}
 
 
 def plan(
@@ -30,20 +19,10 @@ def plan(
     Raises:
       ConfigError: a point is invalid; names every such point.
     """
-    module, arg = experiment.load(target)
-    points, problems = {}, []
-    for overrides in module.sweep(arg):
-        config = module.get_config(arg)
-        try:
-            experiment.override(config, common | overrides)
-            config_lib.validate(config, platform)
-        except (ConfigError, NotImplementedError) as error:
-            problems.append(f"\n  {experiment.label(overrides)}: {error}")
-            continue
+    points = {}
+    for overrides, config in sweep.configs(target, common, platform):
         for point in of_config(config, platform):
             points.setdefault(point, (overrides, point, config.bench.timeout_minutes * 60))
-    if problems:
-        raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
     return list(points.values())
 
 
@@ -69,16 +48,7 @@ def of_config(config: ml_collections.ConfigDict, platform: str) -> list[op.Point
 
 def run(point: op.Point, timeout: float) -> list[dict[str, Any]]:
     """The rows of a point, a row per phase; phases that a crash or the time-out swallowed are rows that say so."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "point.json"
-        file.write_text(op.to_json(point), encoding="utf-8")
-        command = (sys.executable, "-m", "research.measure.op", str(file))
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-            output, ending, message = done.stdout, _ending(done.returncode), done.stderr[-2000:]
-        except subprocess.TimeoutExpired as error:
-            output, ending, message = (error.stdout or b"").decode(), f"over {timeout:.0f} s", ""
-    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    rows, ending, message = apart.run("research.measure.op", op.to_json(point), timeout, {})
     known = {row["phase"] for row in rows}
     lost = {
         "backend": point.backend,
@@ -90,9 +60,3 @@ def run(point: op.Point, timeout: float) -> list[dict[str, Any]]:
         "message": message,
     }
     return rows + [lost | {"phase": phase} for phase in op.PHASES if phase not in known]
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    return _KILLED.get(-code, f"killed by {signal.Signals(-code).name}")

@@ -16,7 +16,7 @@ from research.attention import layout as layout_lib
 from research.attention import schedules
 from research.attention import tokamax_splash as splash
 from research.attention.schedules import closed_form, scalar_memory
-from research.attention.visibility import Visibility
+from research.attention.visibility import Visibility, visible_pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +87,6 @@ def block_grid(request: Request) -> tuple[np.ndarray, int]:
     rows, cols = (np.asarray(x)[active].astype(np.int32) for x in (info.active_rows, info.active_cols))
     grid[rows, cols] = np.asarray(info.block_mask)[active]
     return grid, lay.local_len // request.block_kv
-
-
-def visible_pairs(visibility: Visibility, seq_len: int) -> int:
-    """Pairs of a query and a key it sees, one document, by closed formula."""
-    t = np.arange(seq_len, dtype=np.int64)
-    pairs = np.minimum(t + 1, visibility.window).sum()
-    if visibility.kind != "sliding":
-        complete = visibility.num_entries(t + 1)
-        pairs += (np.minimum(complete, visibility.top_k) if visibility.kind == "csa" else complete).sum()
-    return int(pairs)
 
 
 @dataclasses.dataclass

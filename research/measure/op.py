@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from research import errors
-from research.attention import backends, indexer
+from research.attention import backends, selection
 from research.attention.visibility import Visibility
 from research.measure.masks import visible_pairs
 
 PHASES = ("forward", "backward", "forward_backward")
 # Of the size of one forward product q.k: forward has 2 (q.k, weights.v), backward 5 more (q.k again, and d_weights,
 # d_q, d_k, d_v).
-_PRODUCTS = {"forward": 2, "backward": 5, "forward_backward": 7}
+PRODUCTS = {"forward": 2, "backward": 5, "forward_backward": 7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +53,17 @@ def measure(point: Point, phase: str) -> dict[str, Any]:
 
     Raises: whatever lowering, compiling or running raises.
     """
-    backend = backends.get(point.backend)
-    arguments, selected = _arguments(point)
+    given, selected = arguments(point)
 
     def forward(arguments):
-        return backend.attend(
-            arguments["q"],
-            arguments["local"],
-            arguments["compressed"],
-            visibility=point.visibility,
-            sinks=arguments["sinks"],
-            selected=selected,
-            options=point.options,
-        )
+        return attend(point, arguments, selected)
 
     def loss(arguments):
         return forward(arguments).astype(jnp.float32).sum()
 
-    program, given = {"forward": forward, "forward_backward": jax.grad(loss)}.get(phase), (arguments,)
+    program, given = {"forward": forward, "forward_backward": jax.grad(loss)}.get(phase), (given,)
     if program is None:
-        out, pull_back = jax.jit(lambda arguments: jax.vjp(forward, arguments))(arguments)
+        out, pull_back = jax.jit(lambda arguments: jax.vjp(forward, arguments))(*given)
         program, given = (lambda pull_back, d_out: pull_back(d_out)), (pull_back, jnp.ones_like(out))
 
     start = time.perf_counter()
@@ -103,7 +94,7 @@ def measure(point: Point, phase: str) -> dict[str, Any]:
 def useful_flops(point: Point, phase: str) -> int:
     """FLOPs of the products over visible pairs alone."""
     pairs = point.batch * point.heads * visible_pairs(point.visibility, point.seq_len)
-    return _PRODUCTS[phase] * 2 * pairs * point.head_width
+    return PRODUCTS[phase] * 2 * pairs * point.head_width
 
 
 def matmul_flops_per_second(dtype: str, size: int = 2048, repeats: int = 5) -> float:
@@ -136,7 +127,15 @@ def rows(point: Point) -> list[dict[str, Any]]:
     return found
 
 
-def _arguments(point: Point) -> tuple[dict[str, jax.Array], jax.Array | None]:
+def attend(point: Point, arguments: dict[str, jax.Array], selected: jax.Array | None) -> jax.Array:
+    """The attention of a point, on `arguments`."""
+    return backends.get(point.backend).attend(
+        **arguments, visibility=point.visibility, selected=selected, options=point.options
+    )
+
+
+def arguments(point: Point) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """Random arguments of `attend` by which one differentiates, and a random selection for CSA."""
     keys = jax.random.split(jax.random.key(0), 4)
     entries = point.visibility.num_entries(point.seq_len)
     shapes = {
@@ -144,16 +143,16 @@ def _arguments(point: Point) -> tuple[dict[str, jax.Array], jax.Array | None]:
         "local": (point.batch, point.seq_len, point.head_width),
         "compressed": (point.batch, entries, point.head_width),
     }
-    arguments = {
+    found = {
         name: jax.random.normal(key, shape, point.dtype)
         for key, (name, shape) in zip(keys, shapes.items(), strict=False)
     }
-    arguments["sinks"] = jnp.zeros(point.heads)
+    found["sinks"] = jnp.zeros(point.heads)
     selected = None
     if point.visibility.kind == "csa":
-        visible = indexer.visible_entries(point.visibility, jnp.zeros((point.batch, point.seq_len), jnp.int32))
-        selected = indexer.membership(jax.random.uniform(keys[3], visible.shape), visible, point.visibility.top_k)
-    return arguments, selected
+        visible = selection.visible_entries(point.visibility, jnp.zeros((point.batch, point.seq_len), jnp.int32))
+        selected = selection.membership(jax.random.uniform(keys[3], visible.shape), visible, point.visibility.top_k)
+    return found, selected
 
 
 def _time(compiled, *arguments) -> float:

@@ -59,6 +59,7 @@ def _ours(kind: str, seq_len: int) -> Callable[[], Any]:
 
     config = base_config()
     config.attention.update(SIZES)
+    config.attention.indexer_loss_weight = 0.0  # the peer has no such loss
     spec = model_spec.from_config(config)
     layer = hk.transform(lambda x, t: Attention(spec.attention, spec.rope, kind, HIDDEN, 1e-6, "float32")(x, t))
     x = jax.random.normal(jax.random.key(0), (1, seq_len, HIDDEN))
@@ -66,7 +67,7 @@ def _ours(kind: str, seq_len: int) -> Callable[[], Any]:
     params = jax.jit(layer.init)(jax.random.key(1), x[:, :128], positions[:, :128])
 
     def loss(params, x):
-        return layer.apply(params, None, x, positions).sum()
+        return layer.apply(params, None, x, positions)[0].sum()
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
     return lambda: jax.block_until_ready(compiled(params, x))

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from research.attention import backends
+from research.attention.indexer_loss import Mean
 from research.attention.layer import Attention
 from research.attention.linear import INIT_STD, project
 from research.attention.norms import RMSNorm
@@ -13,19 +14,23 @@ from research.model.spec import ModelSpec
 REMAT = ("none", "block")
 
 
-def build(spec: ModelSpec) -> hk.Transformed:
+def build(spec: ModelSpec, measure: bool = False) -> hk.Transformed:
     """The model as Haiku functions.
 
     Args:
       spec: `research.model.spec.from_config`.
+      measure: whether to measure what the indexers select, too; parameters and logits do not depend on it.
 
     Returns:
       `init(rng, inputs, positions, segments)` and `apply(params, rng, inputs, positions, segments)`, where all three
-      are int32 [B, S], segments may be None, and apply returns float32 logits [B, S, vocab_size]. Parameters are
-      float32; those of the repeated block carry a leading axis of `spec.repeats`.
+      are int32 [B, S], segments may be None, and apply returns float32 logits [B, S, vocab_size] and what `Attention`
+      says of the indexers, as means over all layers. Parameters are float32; those of the repeated block carry a
+      leading axis of `spec.repeats`.
     """
 
-    def forward(inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def forward(
+        inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, Mean]]:
         embed = hk.Embed(spec.vocab_size, spec.hidden, w_init=hk.initializers.RandomNormal(INIT_STD), name="embed")
         x_BxSxE = embed(inputs).astype(spec.dtype)
         attention, backend = spec.attention, backends.get(spec.attention.backend)
@@ -36,17 +41,23 @@ def build(spec: ModelSpec) -> hk.Transformed:
         }
 
         def block(x_BxSxE):
+            of_indexers = []
             for index, kind in enumerate(spec.layers):
-                layer = Layer(spec, kind, name=f"layer_{index}_{kind}")
+                layer = Layer(spec, kind, measure, name=f"layer_{index}_{kind}")
                 run = hk.remat(layer) if spec.remat == "block" else layer
-                x_BxSxE = run(x_BxSxE, positions, segments, prepared[kind])
-            return x_BxSxE
+                x_BxSxE, of_indexer = run(x_BxSxE, positions, segments, prepared[kind])
+                if of_indexer:
+                    of_indexers.append(of_indexer)
+            return x_BxSxE, of_indexers
 
-        x_BxSxE = hk.layer_stack(spec.repeats, name="blocks")(block)(x_BxSxE)
+        # The second result comes back stacked, an entry for each repeat.
+        stack = hk.layer_stack(spec.repeats, with_per_layer_inputs=True, name="blocks")
+        x_BxSxE, of_indexers = stack(block)(x_BxSxE)
+        of_indexers = jax.tree.map(lambda *x: jnp.stack(x).sum(), *of_indexers) if of_indexers else {}
         x_BxSxE = RMSNorm(spec.norm_eps, name="final_norm")(x_BxSxE)
         if spec.tied_head:
-            return jnp.einsum("bse,ve->bsv", x_BxSxE.astype(jnp.float32), embed.embeddings)
-        return project("head", x_BxSxE.astype(jnp.float32), spec.vocab_size)
+            return jnp.einsum("bse,ve->bsv", x_BxSxE.astype(jnp.float32), embed.embeddings), of_indexers
+        return project("head", x_BxSxE.astype(jnp.float32), spec.vocab_size), of_indexers
 
     return hk.transform(forward)
 
@@ -54,18 +65,23 @@ def build(spec: ModelSpec) -> hk.Transformed:
 class Layer(hk.Module):
     """Attention and SwiGLU, each behind a norm and added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, kind: str, name: str):
+    def __init__(self, spec: ModelSpec, kind: str, measure: bool, name: str):
         super().__init__(name=name)
+        self.measure = measure
         self.spec = spec
         self.kind = kind
 
     def __call__(
         self, x_BxSxE: jax.Array, positions: jax.Array, segments: jax.Array | None, prepared: jax.Array | None
-    ) -> jax.Array:
-        """[B, S, E] to [B, S, E] in the same dtype; see `build`, and `backends.Backend.prepare`."""
+    ) -> tuple[jax.Array, dict[str, Mean]]:
+        """[B, S, E] to [B, S, E] in the same dtype, and `Attention`'s second result; see `backends.Backend.prepare`."""
         spec = self.spec
-        attention = Attention(spec.attention, spec.rope, self.kind, spec.hidden, spec.norm_eps, spec.dtype)
-        x_BxSxE += attention(RMSNorm(spec.norm_eps, name="attention_norm")(x_BxSxE), positions, segments, prepared)
+        attention = Attention(
+            spec.attention, spec.rope, self.kind, spec.hidden, spec.norm_eps, spec.dtype, self.measure
+        )
+        normed = RMSNorm(spec.norm_eps, name="attention_norm")(x_BxSxE)
+        mixed, of_indexer = attention(normed, positions, segments, prepared)
+        x_BxSxE += mixed
         normed = RMSNorm(spec.norm_eps, name="ffn_norm")(x_BxSxE)
         gated = jax.nn.silu(project("ffn_gate", normed, spec.ffn_width)) * project("ffn_up", normed, spec.ffn_width)
-        return x_BxSxE + project("ffn_down", gated, spec.hidden)
+        return x_BxSxE + project("ffn_down", gated, spec.hidden), of_indexer

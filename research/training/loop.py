@@ -1,125 +1,137 @@
 """The training loop: every step timed, checked and counted; validation, records and checkpoints when due."""
 
-import functools
 import math
 import pathlib
 import statistics
-import time
-from typing import Any
+from typing import Any, NoReturn
 
-import jax
 import ml_collections
 import rich.console
+from jax.experimental import multihost_utils
 
 from research import config as config_lib
-from research import data as data_lib
 from research import errors, tracking
-from research.model import language_model
-from research.model import spec as model_spec
-from research.training import accuracy, checkpoints, optimizer, report
-from research.training import loss as loss_lib
-from research.training import step as step_lib
-
-# Rows left out of the medians: the first steps still warm up caches and allocators.
-_WARM_UP_ROWS = 2
+from research.config import ConfigError
+from research.training import flops, inspection, profile, report
+from research.training.checkpoints import FOLDER, Checkpoints
+from research.training.interruption import Interruption
+from research.training.loss import bits_per_byte
+from research.training.trainer import Trainer
 
 
 def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich.console.Console) -> dict[str, Any]:
     """Trains from the newest checkpoint in `folder`, or from the start; returns what the summary is to say of it.
 
     Raises:
-      ConfigError: a setting is impossible.
-      NonFiniteLossError: the loss became NaN or infinite; names the step.
+      ConfigError: a setting is impossible, or not what the checkpoints were made with.
+      NonFiniteLossError: loss or gradient became NaN or infinite; names the step, and where its state and batch are.
+      MemoryError: the step does not fit the memory.
+      OSError: something could not be written.
+      InterruptedRunError: SIGTERM or SIGINT came; all steps done are saved.
     """
-    config_lib.validate(config)
-    effective = config_lib.effective(config)
-    data = _read(config)
-    spec = model_spec.from_config(config)
-    model, updates = language_model.build(spec), optimizer.build(config)
-    state = step_lib.init(spec, updates, config.seed)
-    tracking.write_json(folder / tracking.ENVIRONMENT, tracking.environment(data.describe()))
-    report.show_run(console, folder, config, state.params, effective)
+    trainer = Trainer(config)
+    report.show_run(console, config, trainer.state.params, trainer.effective)
+    console.print(f"run folder: {folder}", soft_wrap=True)
+    kept = Checkpoints(folder / FOLDER, config.train.keep_last, config.train.keep_best)
+    with Interruption() as interruption, kept as checkpoints:
+        if restored := checkpoints.restore(trainer.state):
+            trainer.restore(*restored)
+            console.print(f"resumed after step {trainer.done}")
+        elif config.train.start_from:
+            trainer.start_from(pathlib.Path(config.run.root) / config.train.start_from)
+        _record_start(folder, config, trainer)
+        trainer.compile()
+        with tracking.Tracker(folder, config) as tracker:
+            with report.progress(console, trainer.done, config.train.steps) as advance:
+                _steps(folder, config, trainer, checkpoints, tracker, interruption, advance)
+            checkpoints.wait()
+            multihost_utils.sync_global_devices("all is recorded")
+            results = {
+                **_outcome(tracking.read_rows(folder)),
+                **trainer.cost,
+                **profile.peak_memory(),
+                "parameters": report.count(trainer.state.params),
+                "requested": config_lib.requested(config),
+                "effective": trainer.effective,
+            }
+            tracker.summarize(results)
+    return results
 
-    saved = checkpoints.Checkpoints(folder / "checkpoints")
-    iterator = data.train_iterator()
-    done = saved.latest()
-    if done:
-        state, position = saved.restore(done, state)
-        iterator.set_state(position)
-        console.print(f"resumed after step {done}")
+
+def _record_start(folder: pathlib.Path, config: ml_collections.ConfigDict, trainer: Trainer) -> None:
+    """Makes the records those of a run that has done `trainer.done` steps, or raises ConfigError."""
+    done, rows = trainer.done, tracking.read_rows(folder)
+    ended = any(row["step"] == done and "val_loss" in row for row in rows)
+    if done > config.train.steps or (done == config.train.steps and not ended):
+        raise ConfigError(f"config.train.steps={config.train.steps}: must be more than the {done} that are done")
+    corpus = trainer.data.describe()
+    before = tracking.read_json(folder / tracking.ENVIRONMENT).get("corpus", {})
+    if done and before.get("digest") != corpus["digest"]:
+        raise ConfigError(
+            f"config.data.path={config.data.path!r}: is not the text that the run was started with "
+            f"({before or 'unknown'} there, {corpus} here)"
+        )
+    tracking.write_json(folder / tracking.ENVIRONMENT, tracking.environment(corpus))
     tracking.drop_rows_after(folder, done)
-    shapes = next(data.validation_batches(1))
-    compiled = step_lib.compile_update(step_lib.make_update(model, updates), state, shapes)
-    losses = jax.jit(functools.partial(step_lib.losses, model))
-    hits = jax.jit(functools.partial(accuracy.hits, model))
 
-    with tracking.Tracker(folder, config) as tracker, report.progress(console, done, config.train.steps) as advance:
-        meter = _Meter()
-        for step in range(done + 1, config.train.steps + 1):
-            start = time.perf_counter()
-            batch = next(iterator)
-            fetched = time.perf_counter()
-            state, metrics = compiled.update(state, batch)
-            # Waiting here keeps step times exact, and names the step at which a loss goes wrong.
-            row = {name: value.item() for name, value in jax.device_get(metrics).items()}
-            meter.add(row["tokens"], fetched - start, time.perf_counter() - fetched)
-            _require_finite("loss", row["loss"], step)
+
+def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance) -> None:
+    """The steps that are left."""
+    meter, saved = _Meter(trainer.cost["flops_per_token"]), trainer.done
+    first_traced = trainer.done + 1 + config_lib.WARM_UP_STEPS
+    with profile.Profiler(folder / profile.FOLDER, first_traced, config.profile.steps) as profiler:
+        for step in range(trainer.done + 1, config.train.steps + 1):
+            if signal := interruption.received():
+                _stop(signal, config, trainer, checkpoints, saved)
+            with profiler.step(step):
+                row, fetching, stepping = trainer.update()
+            meter.add(int((trainer.batch["segments"] >= 0).sum()), fetching, stepping)
+            _require_finite(row, step, folder, trainer)
 
             last = step == config.train.steps
             evaluating = last or _due(step, config.train.eval_every)
             if evaluating or _due(step, config.train.log_every):
-                row |= {"bits_per_byte": loss_lib.bits_per_byte(row["loss"]), **meter.read()}
+                row |= {"bits_per_byte": bits_per_byte(row["loss"]), **meter.read()}
                 if evaluating:
-                    row |= _evaluate(losses, state.params, data, config.train.eval_batches, step)
-                    if config.data.task != data_lib.TEXT:
-                        batches = data.validation_batches(config.train.eval_batches)
-                        row |= accuracy.by_distance(functools.partial(hits, state.params), batches)
+                    row |= {f"val_{name}": value for name, value in trainer.evaluate(config.train.eval_batches).items()}
+                    row["val_bits_per_byte"] = bits_per_byte(row["val_loss"])
+                    _require_finite(row, step, folder, trainer)
                 tracker.log(step, row)
             if last or _due(step, config.train.checkpoint_every):
-                saved.save(step, state, iterator.get_state())
+                checkpoints.save(step, trainer.state, trainer.iterator.get_state(), row.get("val_loss"))
+                saved = step
             advance(row)
-        saved.close()
-        results = {
-            **_outcome(tracking.read_rows(folder)),
-            **compiled.cost,
-            "parameters": report.count(state.params),
-            "requested": config_lib.requested(config),
-            "effective": effective,
-        }
-        tracker.summarize(results)
-    return results
 
 
-def _read(config: ml_collections.ConfigDict) -> data_lib.Data:
-    try:
-        return data_lib.build(config, config_lib.alignment(config))
-    except ValueError as error:  # names the field: what a config points to is seen only when it is read
-        raise config_lib.ConfigError(str(error)) from error
+def _stop(signal: str, config, trainer: Trainer, checkpoints: Checkpoints, saved: int) -> NoReturn:
+    if trainer.done > saved:
+        checkpoints.save(trainer.done, trainer.state, trainer.iterator.get_state())
+    checkpoints.wait()
+    raise errors.InterruptedRunError(
+        f"{signal} after step {trainer.done} of {config.train.steps}, which is saved; "
+        f"start again with --config.run.id={config.run.id} to go on"
+    )
 
 
-def _evaluate(losses, params, data, batches: int, step: int) -> dict[str, float]:
-    """Mean loss over the real tokens of the first validation batches."""
-    total, count = 0.0, 0
-    for batch in data.validation_batches(batches):
-        loss, tokens = losses(params, batch)
-        total, count = total + loss.item() * tokens.item(), count + tokens.item()
-    _require_finite("validation loss", total, step)
-    return {"val_loss": total / count, "val_bits_per_byte": loss_lib.bits_per_byte(total / count)}
+def _require_finite(row: dict[str, float], step: int, folder: pathlib.Path, trainer: Trainer) -> None:
+    for name in ("loss", "grad_norm", "val_loss"):
+        if not math.isfinite(row.get(name, 0.0)):
+            try:
+                where = inspection.keep(folder, trainer)
+            except OSError as error:
+                where = f"its state and batch could not be kept: {error}"
+            raise errors.NonFiniteLossError(f"{name} is {row[name]} at step {step}; {where}")
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _require_finite(name: str, value: float, step: int) -> None:
-    if not math.isfinite(value):
-        raise errors.NonFiniteLossError(f"{name} is {value} at step {step}")
-
-
 class _Meter:
     """Times and tokens since they were last read."""
 
-    def __init__(self):
+    def __init__(self, flops_per_token: float):
+        self._flops_per_token = flops_per_token
         self._steps: list[tuple[int, float, float]] = []
 
     def add(self, tokens: int, fetching: float, stepping: float) -> None:
@@ -129,20 +141,26 @@ class _Meter:
         """Medians in seconds, and the rate over fetching and stepping together; then starts anew."""
         tokens, fetching, stepping = zip(*self._steps, strict=True)
         self._steps = []
+        rate = sum(tokens) / (sum(fetching) + sum(stepping))
         return {
             "data_seconds": statistics.median(fetching),
             "step_seconds": statistics.median(stepping),
-            "tokens_per_second": sum(tokens) / (sum(fetching) + sum(stepping)),
+            "tokens_per_second": rate,
+            **flops.utilisation(rate * self._flops_per_token),
         }
 
 
 def _outcome(rows: list[dict[str, float]]) -> dict[str, float]:
     """Where the losses ended, and the typical speed; the last row has a validation."""
-    last, steady = rows[-1], rows[_WARM_UP_ROWS:] or rows
+    last, steady = rows[-1], rows[config_lib.WARM_UP_STEPS :] or rows
+    typical = {
+        name: statistics.median(row[name] for row in steady)
+        for name in ("step_seconds", "tokens_per_second", "mfu")
+        if name in last
+    }
     return {
         "steps": last["step"],
         "final_loss": last["loss"],
         **{name: value for name, value in last.items() if name.startswith("val_")},
-        "step_seconds": statistics.median(row["step_seconds"] for row in steady),
-        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steady),
+        **typical,
     }

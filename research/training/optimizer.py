@@ -1,8 +1,16 @@
-"""AdamW with warm-up, cosine decay and clipping by global norm."""
+"""AdamW with warm-up, cosine decay and clipping by global norm, apart for the indexers and for the rest of the model.
+
+Apart, since the indexers have a loss of their own, which is to leave the model alone: a common norm to clip would not.
+"""
 
 import haiku as hk
+import jax
+import jax.numpy as jnp
 import ml_collections
 import optax
+
+from research.attention.spec import AttentionSpec
+from research.model import spec as model_spec
 
 
 def learning_rate(config: ml_collections.ConfigDict) -> optax.Schedule:
@@ -22,9 +30,13 @@ def learning_rate(config: ml_collections.ConfigDict) -> optax.Schedule:
 
 
 def build(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
-    """The optimizer that `config.optimizer` describes, over `config.train.steps` updates."""
+    """The optimizer that `config.optimizer` describes, over `config.train.steps` updates.
+
+    Parameters that the stage of CSA does not train stay as they are, and so does what is remembered of them. The
+    state's tree is the same in every stage.
+    """
     settings = config.optimizer
-    return optax.chain(
+    adamw = optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         optax.adamw(
             learning_rate(config),
@@ -34,6 +46,41 @@ def build(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
             mask=decayed,
         ),
     )
+    trained = trains(model_spec.from_config(config).attention)
+    groups = {name: adamw if learns else _kept(adamw) for name, learns in trained.items()}
+    return optax.partition(groups, lambda params: hk.data_structures.map(lambda module, *_: group(module), params))
+
+
+def group(module: str) -> str:
+    """The group of a Haiku module's parameters: 'indexer' or 'model'."""
+    return "indexer" if "indexer" in module.split("/") else "model"
+
+
+def trains(attention: AttentionSpec) -> dict[str, bool]:
+    """Which groups learn."""
+    return {"model": attention.trains_model, "indexer": attention.trains_indexer}
+
+
+def restarted(opt_state: optax.OptState) -> optax.OptState:
+    """The same state, moments and all, at the beginning of the learning rate's schedule."""
+
+    def is_schedule(node):
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def restart(node):
+        return node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node
+
+    return jax.tree.map(restart, opt_state, is_leaf=is_schedule)
+
+
+def _kept(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Changes nothing, and keeps a state like that of `inner`."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(jnp.zeros_like, updates), state
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def decayed(params: hk.Params) -> dict[str, dict[str, bool]]:

@@ -1,7 +1,7 @@
 """What a run shows on the terminal."""
 
 import contextlib
-import pathlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,18 +15,41 @@ import rich.table
 
 from research import experiment
 from research.config import base_config
+from research.training.step import State
 
 
 def show_run(
     console: rich.console.Console,
-    folder: pathlib.Path,
     config: ml_collections.ConfigDict,
     params: hk.Params,
     effective: dict[str, dict[str, Any]],
 ) -> None:
-    """Prints how the config differs from the base, the parameters, the attention settings, and the run's folder."""
+    """Prints how the config differs from the base, the parameters (or their shapes), and the attention settings."""
     console.print(_config_table(config), _parameter_table(params), _effective_table(effective))
-    console.print(f"run folder: {folder}", soft_wrap=True)
+
+
+def show_memory(console: rich.console.Console, state: State, batch: dict[str, Any], cost: dict[str, Any]) -> None:
+    """Prints how the bytes that a compiled step needs on each device come about; `cost` as in `step.Compiled`."""
+    table = rich.table.Table("memory of a device", title="memory, by the compiler's account", box=_BOX)
+    table.add_column("MiB", justify="right")
+    per_device = cost["argument_bytes"] + cost["temp_bytes"] + cost["output_bytes"] - cost["alias_bytes"]
+    parts = {
+        "parameters": _bytes(state.params),
+        "optimizer": _bytes(state.opt_state),
+        "batch": _bytes(batch),
+        "temporaries": cost["temp_bytes"],
+        "outputs beside the arguments": cost["output_bytes"] - cost["alias_bytes"],
+        "in all": per_device,
+    }
+    for name, size in parts.items():
+        table.add_row(name, f"{size / 2**20:,.1f}")
+    console.print(table)
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes that each device holds of a tree of arrays or their shapes."""
+    shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * size for shape, size in shards)
 
 
 def count(params: hk.Params) -> int:
@@ -58,8 +81,10 @@ def progress(console: rich.console.Console, done: int, steps: int) -> Iterator[C
 _SHOWN = {
     "loss": "loss {:.3f}",
     "bits_per_byte": "{:.3f} bits/byte",
+    "indexer_kl": "indexer {:.3f} nats",
     "val_bits_per_byte": "validation {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "{:.1%} MFU",
 }
 
 

@@ -1,5 +1,6 @@
 """A run and its folder: a config is trained once, resumed when killed, and its failure recorded."""
 
+import contextlib
 import json
 import pathlib
 from typing import Any
@@ -14,6 +15,11 @@ from research.training import loop
 
 FINISHED = "ok"
 
+# What a run may go on with although it differs from what it was started with.
+_MAY_CHANGE = tuple(
+    f"train.{name}" for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_last", "keep_best")
+)
+
 
 def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.console.Console) -> dict[str, Any]:
     """Trains from the start, or from the newest checkpoint in the run's folder, to the end.
@@ -24,26 +30,27 @@ def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.c
       console: where to show the configuration and progress.
 
     Returns:
-      The summary, as in `summary.json`. A run that has finished is not repeated.
+      The summary, as in `summary.json`. A run that has finished is not repeated; with more `train.steps` it goes on.
 
     Raises:
       ConfigError: a setting is impossible, or the folder holds a run with other settings.
       NotImplementedError: a backend cannot serve the request.
-      NonFiniteLossError: the loss became NaN or infinite.
-      All but the refusal to touch another run's folder are recorded in `summary.json`, as `errors.kind` names them.
+      What else `loop.train` raises. All but the refusal to touch another run's folder are recorded in `summary.json`,
+        as `errors.kind` names them.
     """
     folder = pathlib.Path(config.run.root) / config.run.id
-    _claim(folder, config)
+    _claim(folder, config, console)
     summary = tracking.read_json(folder / tracking.SUMMARY)
-    if summary.get("status") == FINISHED:
+    if summary.get("status") == FINISHED and summary["steps"] >= config.train.steps:
         console.print(f"{folder} is finished, nothing to do", soft_wrap=True)
         return summary
-    (folder / tracking.SUMMARY).unlink(missing_ok=True)  # how an earlier attempt failed
+    (folder / tracking.SUMMARY).unlink(missing_ok=True)  # how an earlier attempt ended
     try:
         results = loop.train(folder, config, console)
     except Exception as error:
         failure = {"status": errors.kind(error), "message": str(error), "overrides": overrides}
-        tracking.write_json(folder / tracking.SUMMARY, failure)
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
+            tracking.write_json(folder / tracking.SUMMARY, failure)
         raise
     summary = {"status": FINISHED, **results, "overrides": overrides}
     tracking.write_json(folder / tracking.SUMMARY, summary)
@@ -51,9 +58,9 @@ def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.c
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """How two configs, as JSON, differ in what they compute; where they record it does not count."""
+    """How two configs, as JSON, differ in what they compute; where they run and record it does not count."""
     changed = []
-    for name in sorted((there.keys() | here.keys()) - {"run", "wandb"}):
+    for name in sorted((there.keys() | here.keys()) - {"run", "wandb", "profile", "distributed"}):
         left, right = there.get(name), here.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
             changed += [f"{name}.{change}" for change in differences(left, right)]
@@ -67,13 +74,20 @@ def as_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return json.loads(config.to_json_best_effort())
 
 
-def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-    """Makes the folder this config's; raises ConfigError if it is another's."""
-    there, here = tracking.read_json(folder / tracking.CONFIG), as_json(config)
-    if there and (changed := differences(there, here)):
+def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich.console.Console) -> None:
+    """Makes the folder this config's; raises ConfigError if it is another's, or cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = tracking.read_json(folder / tracking.CONFIG)
+    except OSError as error:
+        raise ConfigError(f"config.run.root={config.run.root!r}: cannot hold the folder of the run: {error}") from error
+    here = as_json(config)
+    changed = differences(there, here) if there else []
+    if any(not change.startswith(_MAY_CHANGE) for change in changed):
         raise ConfigError(
             f"config.run.id={config.run.id!r}: {folder} holds a run with other settings ({'; '.join(changed)}); "
             "choose another id, or remove the folder"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    for change in changed:
+        console.print(f"goes on with another {change}", soft_wrap=True)
     tracking.write_json(folder / tracking.CONFIG, here)

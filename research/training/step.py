@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from research.attention import backends
+from research.attention.indexer_loss import Mean
+from research.attention.spec import AttentionSpec
 from research.model import language_model
 from research.model.spec import ModelSpec
-from research.training import loss
+from research.parallel import batch as parallel
+from research.training import accuracy, loss
+from research.training import optimizer as optimizer_lib
 
 Metrics = dict[str, jax.Array]
 
@@ -25,8 +29,10 @@ class State(NamedTuple):
     opt_state: optax.OptState
 
 
-def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) -> State:
-    """The state before the first update.
+def init(
+    spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int, sharding: jax.sharding.Sharding | None = None
+) -> State:
+    """The state before the first update, laid out as `sharding` says.
 
     Parameters depend neither on the backend nor on the length, so they are made by the dense one, on the shortest
     sequence that has a compressed entry of every kind: Haiku runs the whole model for it.
@@ -41,28 +47,70 @@ def init(spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int) ->
         params = model.init(key, tokens, tokens, tokens)
         return State(params, optimizer.init(params))
 
-    return jax.jit(create)(jax.random.key(seed))
+    return jax.jit(create, out_shardings=sharding)(jax.random.key(seed))
 
 
-def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array]:
-    """Mean loss over the batch's real tokens, and their number; see `loss.cross_entropy`."""
-    logits = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
-    return loss.cross_entropy(logits, batch["targets"], batch["segments"])
+def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
+    """Mean loss over the batch's real tokens, their number, and what the model says of its indexers.
+
+    See `loss.cross_entropy` and `research.attention.indexer_loss`.
+    """
+    logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), of_indexers
+
+
+def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
+    """What validation asks for: as `losses`, the last by full name (`indexer_...`), and a recall task's accuracy."""
+    logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    means = {f"indexer_{name}": mean for name, mean in of_indexers.items()}
+    if "distances" in batch:
+        means |= accuracy.by_distance(logits, batch["targets"], batch["distances"])
+    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), means
 
 
 def make_update(
-    model: hk.Transformed, optimizer: optax.GradientTransformation
+    model: hk.Transformed,
+    optimizer: optax.GradientTransformation,
+    attention: AttentionSpec,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[[State, dict], tuple[State, Metrics]]:
-    """Returns `(state, batch) -> (state, metrics)`; metrics are scalars: loss, tokens, grad_norm before clipping."""
+    """Returns `(state, batch) -> (state, metrics)`.
+
+    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
+    tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
+    before clipping, of all that learns. Where loss or grad_norm is not finite, the state returned is the one given:
+    what led there can be looked at. With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
+    """
+    trains = optimizer_lib.trains(attention)
+
+    def gradients(params: hk.Params, batch: dict):
+        trained, fixed = hk.data_structures.partition(lambda module, *_: trains[optimizer_lib.group(module)], params)
+
+        def of_trained(trained):
+            loss_value, tokens, of_indexers = losses(model, hk.data_structures.merge(trained, fixed), batch)
+            value = loss_value
+            if "kl" in of_indexers:
+                value += attention.indexer_loss_weight * of_indexers["kl"].mean()
+            return value, (loss_value, tokens, of_indexers)
+
+        grads, (loss_value, tokens, of_indexers) = jax.grad(of_trained, has_aux=True)(trained)
+        grads = hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))
+        return (loss_value, grads), tokens, of_indexers
+
+    if mesh is not None:
+        gradients = parallel.mean(gradients, mesh)
+
+    def apply(state: State, grads: hk.Params) -> State:
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, changes), opt_state)
 
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
-        def of_params(params):
-            return losses(model, params, batch)
-
-        (value, tokens), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        (value, grads), tokens, of_indexers = gradients(state.params, batch)
         metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
-        return State(optax.apply_updates(state.params, changes), opt_state), metrics
+        metrics |= {f"indexer_{name}": mean.mean() for name, mean in of_indexers.items()}
+        finite = jnp.isfinite(value) & jnp.isfinite(metrics["grad_norm"])
+        # A branch, not a selection, which would need the memory of both states.
+        return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics
 
     return update
 
@@ -74,7 +122,7 @@ class Compiled:
     Attributes:
       update: as `make_update` returns it; donates the state it is given.
       cost: lower_seconds (tracing, with the construction of static masks), compile_seconds, and from the compiler
-        temp_bytes, argument_bytes and output_bytes.
+        temp_bytes, argument_bytes, output_bytes, and alias_bytes, those of outputs that take an argument's place.
     """
 
     update: Callable[[State, dict], tuple[State, Metrics]]
@@ -97,5 +145,6 @@ def compile_update(update: Callable, state: State, batch: dict) -> Compiled:
             "temp_bytes": memory.temp_size_in_bytes,
             "argument_bytes": memory.argument_size_in_bytes,
             "output_bytes": memory.output_size_in_bytes,
+            "alias_bytes": memory.alias_size_in_bytes,
         },
     )

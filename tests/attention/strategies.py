@@ -17,6 +17,7 @@ from tests.oracles import DIFFERENTIABLE
 
 HEADS = 2
 WIDTH = 16
+GROUPED = ("dynamic", "closed_form")  # schedules that are also tried with the heads one by one
 
 
 def visibilities(window: int, hca_ratio: int, csa_ratio: int = 4) -> dict[str, Visibility]:
@@ -38,7 +39,8 @@ class Strategy:
     def __str__(self) -> str:
         if self.options.schedule == "auto":
             return self.backend
-        return f"{self.backend}-{self.options.schedule}-dq{self.options.dq_reduction_steps}"
+        apart = "-apart" if self.options.heads_per_call else ""
+        return f"{self.backend}-{self.options.schedule}-dq{self.options.dq_reduction_steps}{apart}"
 
 
 def strategies(visibility: Visibility, seq_len: int, block: int = 128) -> list[Strategy]:
@@ -48,6 +50,7 @@ def strategies(visibility: Visibility, seq_len: int, block: int = 128) -> list[S
         for schedule in schedules.TABLE
         for steps in (0, 3)
     ]
+    asked += [dataclasses.replace(asked[2 * list(schedules.TABLE).index(name)], heads_per_call=1) for name in GROUPED]
     asked += [backends.Options(schedule) for schedule in blockwise.SCHEDULES]
     found = []
     for name in backends.NAMES:

@@ -20,7 +20,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def attention(kind: str, spec=SMALL, dtype=jnp.float32) -> hk.Transformed:
     def forward(x, positions, segments=None):
-        return Attention(spec, ROPE, kind, HIDDEN, NORM_EPS, dtype)(x, positions, segments)
+        return Attention(spec, ROPE, kind, HIDDEN, NORM_EPS, dtype)(x, positions, segments)[0]
 
     return hk.without_apply_rng(hk.transform(forward))
 
@@ -222,6 +222,32 @@ def test_the_loss_gives_the_indexer_no_gradient():
 
     for module, name, gradient in hk.data_structures.traverse(jax.jit(jax.grad(loss))(parameters)):
         assert gradient.any() != ("indexer" in module), (module, name)
+
+
+@every_kind
+def test_heads_in_groups_are_the_same_heads(kind):
+    def gradients(spec):
+        def loss(parameters, x):
+            return jnp.sum(attention(kind, spec).apply(parameters, x, grid(S)) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(random_parameters(kind), hidden_states())
+
+    blockwise = dataclasses.replace(SMALL, backend="blockwise")
+    whole = gradients(blockwise)
+    grouped = gradients(dataclasses.replace(blockwise, heads_at_once=SMALL.heads // SMALL.out_groups))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()), grouped, whole)
+
+
+def test_heads_in_groups_take_less_memory():
+    def temp_bytes(at_once):
+        spec = dataclasses.replace(SMALL, backend="blockwise", heads=16, out_groups=8, heads_at_once=at_once)
+        layer = attention("hca", spec)
+        arguments = jax.ShapeDtypeStruct((1, 2048, HIDDEN), jnp.float32), grid(2048)
+        parameters = jax.eval_shape(layer.init, jax.random.key(0), *arguments)
+        loss = jax.grad(lambda *arguments: layer.apply(*arguments).sum(), argnums=(0, 1))
+        return jax.jit(loss).lower(parameters, *arguments).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(2) < 0.6 * temp_bytes(0)
 
 
 def test_queries_are_normed_twice_and_keys_once():

@@ -30,6 +30,9 @@ SPEC = AttentionSpec(
     block_kv_dkv=0,
     block_kv_dkv_compute=0,
     dq_reduction_steps=0,
+    heads_per_call=0,
+    vmem_limit_kib=0,
+    heads_at_once=0,
     window=128,
     hca_ratio=128,
     csa_ratio=4,
@@ -43,6 +46,8 @@ SPEC = AttentionSpec(
     index_heads=16,
     index_head_width=12,
     sinks=True,
+    csa_stage="sparse",
+    indexer_loss_weight=0.0,
 )
 ROPE = RopeSpec(
     theta=10_000.0,
@@ -68,7 +73,7 @@ def layer(kind: str, rope: RopeSpec) -> hk.Transformed:
 
     def forward(x):
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        return Attention(SPEC, rope, kind, HIDDEN, NORM_EPS, jnp.float32)(x, positions)
+        return Attention(SPEC, rope, kind, HIDDEN, NORM_EPS, jnp.float32)(x, positions)[0]
 
     return hk.without_apply_rng(hk.transform(forward))
 

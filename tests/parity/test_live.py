@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research.attention.indexer import Indexer
+from research.attention.indexer import Indexer, select
 from research.attention.rope import frequencies
 from research.attention.spec import KINDS
 from tests.parity import cases
@@ -43,20 +43,19 @@ def test_the_indexer_selects_the_same_entries(reference, seq_len):
     layer.run(x, cotangent)
     spec = cases.SPEC
 
-    def select(x, low_rank_q):
+    def forward(x, low_rank_q):
         freqs = frequencies(cases.YARN, spec.rope_width, compressed=True)
         positions = jnp.arange(seq_len, dtype=jnp.int32)[None]
-        indexer = Indexer(
-            spec.visibility("csa"), spec.index_heads, spec.index_head_width, norm_eps=cases.NORM_EPS, freqs=freqs
-        )
-        return indexer(x, low_rank_q, positions, jnp.zeros_like(positions))
+        indexer = Indexer(spec.csa_ratio, spec.index_heads, spec.index_head_width, norm_eps=cases.NORM_EPS, freqs=freqs)
+        segments = jnp.zeros_like(positions)
+        return select(indexer(x, low_rank_q, positions, segments), spec.selection, segments)
 
     parameters = {
         name.removeprefix("attention/"): array
         for name, array in layer.parameters().items()
         if name.startswith("attention/indexer/")
     }
-    apply = jax.jit(hk.without_apply_rng(hk.transform(select)).apply)
+    apply = jax.jit(hk.without_apply_rng(hk.transform(forward)).apply)
     selected = np.asarray(apply(cases.unflatten(parameters), *layer.indexer_inputs))
     np.testing.assert_array_equal(selected, layer.selected)
     counts = np.minimum(spec.top_k, (np.arange(seq_len) + 1) // spec.csa_ratio)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from research.attention import visibility as visibility_lib
 
@@ -29,6 +30,9 @@ _MODULES = {
     "splash": "research.attention.backends.splash",
 }
 NAMES = tuple(_MODULES)
+# Names (`jax.ad_checkpoint.checkpoint_name`) of what a backend keeps for its backward pass, so that a layer that is
+# recomputed can keep them too: the output, and the log-sum-exp of the logits.
+SAVED = ("attention_out", "attention_logsumexp")
 _PLATFORM = contextvars.ContextVar("platform", default="")
 
 
@@ -46,6 +50,8 @@ class Options:
       block_kv_dkv: as `block_kv`, backward kernel.
       block_kv_dkv_compute: as `block_kv_compute`, backward kernel.
       dq_reduction_steps: key blocks between reductions of dq; 0 is the schedule's own way, 3 the ring buffer.
+      heads_per_call: query heads that a call of the kernel serves, a divisor of H; 0 is all.
+      vmem_limit_kib: vector memory that a kernel may take on a TPU.
     """
 
     schedule: str = "auto"
@@ -56,6 +62,8 @@ class Options:
     block_kv_dkv: int = 0
     block_kv_dkv_compute: int = 0
     dq_reduction_steps: int = 0
+    heads_per_call: int = 0
+    vmem_limit_kib: int = 0
 
 
 DEFAULT = Options()
@@ -178,6 +186,11 @@ def check_arguments(q, local, compressed, *, visibility, sinks, segments, select
         _expect("selected", selected, (batch, seq_len, entries), jnp.bool_)
     elif selected is not None:
         raise ValueError(f"selected: given, but {type(visibility).__name__} takes none")
+
+
+def saved(out: jax.Array, logsumexp: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives both their names among `SAVED`."""
+    return tuple(checkpoint_name(x, name) for x, name in zip((out, logsumexp), SAVED, strict=True))
 
 
 def refuse_options(backend: str, options: Options, allowed: tuple[str, ...] = ()) -> None:

@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from research.attention import backends
+from research.attention import backends, selection
 from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.layout import round_up
@@ -174,15 +174,10 @@ class _Plan:
         """
         places = min(self.visibility.top_k, self.entries)
         all_at_once = dataclasses.replace(self, block_kv=self.entries)
-        rows = jnp.arange(self.block_q)[:, None]
-        entry = jnp.broadcast_to(jnp.arange(self.entries, dtype=jnp.int32), (self.block_q, self.entries))
 
         def of_block(block):
             chosen = _slice(selected, block * self.block_q, self.block_q)
-            seen = all_at_once.entry_mask(block, 0, marks)[:, 0] & chosen
-            place = jnp.where(seen, jnp.cumsum(seen, axis=-1, dtype=jnp.int32) - 1, places)
-            nowhere = jnp.full((self.block_q, places), self.entries, jnp.int32)
-            return nowhere.at[rows, place].set(entry, mode="drop")
+            return selection.indices(all_at_once.entry_mask(block, 0, marks)[:, 0] & chosen, places)
 
         return jax.lax.map(of_block, jnp.arange(self.q_len // self.block_q)).reshape(-1, places)
 
@@ -243,7 +238,7 @@ def _fold(state, q_block, keys, mask):
 
 
 def _attend_forward(plan, q, keys, marks, sinks):
-    out, logsumexp = _forward(plan, q, keys, marks, sinks)
+    out, logsumexp = backends.saved(*_forward(plan, q, keys, marks, sinks))
     return out, (q, keys, marks, sinks, out, logsumexp)
 
 

@@ -12,6 +12,7 @@ from research.attention import tokamax_splash as splash
 from research.attention.schedules import closed_form, scalar_memory
 
 _DEFAULT_BLOCK = 512
+_DEFAULT_VMEM_LIMIT_KIB = 98_304  # the compiler's own 16 MiB are too few for the backward kernel at head width 512
 
 
 def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
@@ -35,6 +36,8 @@ def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> bac
         "dq_dtype": jnp.dtype(dtype).name if few else "float32",
         "q_len": lay.q_len,
         "kv_len": lay.kv_len,
+        "heads_per_call": options.heads_per_call,
+        "vmem_limit_kib": options.vmem_limit_kib or _DEFAULT_VMEM_LIMIT_KIB,
         "interpreted": backends.platform() != "tpu",
     }
     if not effective["interpreted"]:
@@ -75,66 +78,128 @@ def attend(
     schedule = schedules.TABLE[effective["schedule"]]
     config = _splash_config(effective)
 
-    scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     sequences = {
-        "q": lay.pad_queries(scaled.swapaxes(1, 2), axis=2),
+        "q": q,
         "keys": lay.join_keys(local, compressed),
         "ids": None if segments is None else lay.segment_ids(segments),
         "selected": selected,
         "mask": prepared,
     }
-    one = functools.partial(_attend_one, lay, schedule, config, sinks)
+    heads = _Heads(lay, options.heads_per_call or q.shape[2], effective["vmem_limit_kib"])
+    one = functools.partial(_attend_one, heads, schedule, config, sinks)
     # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
     # segment ids make all sequences share one pruned schedule, and the interpreter cannot vmap at all.
     out = jax.lax.map(one, sequences)
-    out = out[:, :, : lay.seq_len].swapaxes(1, 2)
     return out if segments is None else jnp.where(segments[:, :, None, None] >= 0, out, 0)
 
 
-def _attend_one(lay, schedule, config, sinks, sequence):
-    """One sequence: q [H, q_len, D], keys [kv_len, D] -> [H, q_len, D]."""
+def _attend_one(heads, schedule, config, sinks, sequence):
+    """One sequence: q [S, H, D], keys [kv_len, D] -> [S, H, D]."""
     rows, cols = sequence["ids"] or (None, None)
     if schedule.runtime_mask:
         mask = sequence["mask"]
         if mask is None:
-            mask = lay.runtime_mask(rows, cols, sequence["selected"])
-        kernel = schedule.kernel(lay, config, mask)
+            mask = heads.layout.runtime_mask(rows, cols, sequence["selected"])
+        kernel = schedule.kernel(heads.layout, config, mask)
         ids = None  # already part of the mask
     else:
-        kernel = schedule.kernel(lay, config)
+        kernel = schedule.kernel(heads.layout, config)
         ids = None if rows is None else splash.SegmentIds(q=rows, kv=cols)
-    return _call(kernel, sequence["q"], sequence["keys"], ids, sinks)
+    return _call(heads, kernel, sequence["q"], sequence["keys"], ids, sinks)
 
 
-@jax.custom_vjp
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+    """Some heads at a time: what the kernel needs beside q, out and d_q then exists for those alone.
+
+    The backward kernel's ring buffer alone is three times d_q; q is scaled, padded and transposed for the kernel.
+    """
+
+    layout: layout.Layout
+    at_once: int
+    vmem_limit_kib: int
+
+    def each(self, body, state, heads: int):
+        """Folds `state = body(state, first head)` over the groups; here alone are kernels traced."""
+
+        def step(state, first):
+            with splash.vmem_limit(self.vmem_limit_kib):
+                return body(state, first), None
+
+        return jax.lax.scan(step, state, jnp.arange(0, heads, self.at_once))[0]
+
+    def take(self, x, first):
+        """[S, H, D] to the kernel's [at_once, q_len, D]."""
+        some = jax.lax.dynamic_slice_in_dim(x, first, self.at_once, axis=1)
+        return self.layout.pad_queries(some.swapaxes(0, 1), axis=1)
+
+    def scaled(self, q, first):
+        """As `take`, times 1 / sqrt(D), which the kernel leaves to its caller."""
+        some = self.take(q, first)
+        return (some.astype(jnp.float32) * some.shape[-1] ** -0.5).astype(q.dtype)
+
+    def put(self, x, some, first):
+        """The reverse of `take`."""
+        some = some[:, : self.layout.seq_len].swapaxes(0, 1)
+        return jax.lax.dynamic_update_slice_in_dim(x, some.astype(x.dtype), first, axis=1)
+
+    def of(self, sinks, first):
+        """Some heads of [H, ...]."""
+        return None if sinks is None else jax.lax.dynamic_slice_in_dim(sinks, first, self.at_once)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @splash.allows_rank_promotion
-def _call(kernel, q, keys, ids, sinks):
-    """The kernel with a float32 gradient of the sinks: its own has q's dtype, which autodiff refuses in bfloat16."""
-    return kernel(q, keys, keys, ids, sinks)
+def _call(heads, kernel, q, keys, ids, sinks):
+    def body(out, first):
+        return heads.put(out, kernel(heads.scaled(q, first), keys, keys, ids, heads.of(sinks, first)), first)
+
+    return heads.each(body, jnp.zeros_like(q), q.shape[1])
 
 
 @splash.allows_rank_promotion
-def _call_forward(kernel, q, keys, ids, sinks):
-    def with_residuals(q, keys):
-        return kernel(q, keys, keys, ids, sinks, save_residuals=True)
+def _call_forward(heads, kernel, q, keys, ids, sinks):
+    def body(results, first):
+        out, logsumexp = results
+        some = heads.scaled(q, first), keys, keys, ids, heads.of(sinks, first)
+        of_some, stats = kernel(*some, save_residuals=True)
+        logsumexp = jax.lax.dynamic_update_slice_in_dim(logsumexp, stats["logsumexp"], first, axis=0)
+        return heads.put(out, of_some, first), logsumexp
 
-    out, pull_back, stats = jax.vjp(with_residuals, q, keys, has_aux=True)
-    return out, (pull_back, out, stats["logsumexp"], sinks)
+    nothing = jnp.zeros_like(q), jnp.zeros((q.shape[1], heads.layout.q_len))
+    out, logsumexp = backends.saved(*heads.each(body, nothing, q.shape[1]))
+    return out, (kernel, q, keys, ids, sinks, out, logsumexp)
 
 
 @splash.allows_rank_promotion
-def _call_backward(residuals, d_out):
-    pull_back, out_HxSxD, logsumexp_HxS, sinks = residuals
+def _call_backward(heads, residuals, d_out):
+    """The kernel's own gradients, but of the sinks: in bfloat16 it gives one of q's dtype, which autodiff refuses."""
+    kernel, q, keys, ids, sinks, out_SxHxD, logsumexp_HxS = residuals
+
+    def body(gradients, first):
+        d_q, d_keys = gradients
+        saved = heads.scaled(q, first), keys, ids, heads.take(out_SxHxD, first), heads.of(logsumexp_HxS, first)
+        more, *of_keys = splash.backward(kernel, *saved, heads.take(d_out, first))
+        d_keys += sum(x.astype(jnp.float32) for x in of_keys)  # keys serve as values too
+        return heads.put(d_q, more.astype(jnp.float32) * q.shape[-1] ** -0.5, first), d_keys
+
+    nothing = jnp.zeros_like(q), jnp.zeros(keys.shape, jnp.float32)
+    d_q, d_keys = heads.each(body, nothing, q.shape[1])
     d_sinks = None
     if sinks is not None:
         # The sink takes exp(sink - logsumexp) of a row's weight away from the keys, whose mean value is `out`.
-        weight_HxS = jnp.exp(sinks[:, None] - logsumexp_HxS)
-        product_HxS = jnp.sum(out_HxSxD.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-        d_sinks = -jnp.sum(weight_HxS * product_HxS, axis=-1)
-    return (None, *pull_back(d_out), None, d_sinks)
+        weight_SxH = jnp.exp(sinks - logsumexp_HxS[:, : len(q)].T)
+        product_SxH = jnp.sum(out_SxHxD.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+        d_sinks = -jnp.sum(weight_SxH * product_SxH, axis=0)
+    return None, d_q, d_keys.astype(keys.dtype), None, d_sinks
 
 
 _call.defvjp(_call_forward, _call_backward)
+
+
+def kernel_of(visibility, seq_len: int, effective: backends.Effective) -> tuple[layout.Layout, splash.SplashConfig]:
+    """Where the kernel's rows and columns lie, and tokamax's config of it, by what `resolve` returned."""
+    return _layout(visibility, seq_len, effective), _splash_config(effective)
 
 
 def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:

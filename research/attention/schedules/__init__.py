@@ -21,20 +21,22 @@ class Schedule:
       kinds: visibilities it can express, by `visibility.kind`.
       runtime_mask: whether documents and selection arrive as one mask at run time.
       ring_only: whether the kernel leaves no other way to reduce dq than its ring buffer of three.
+      host: `(layout, config)`, makes and caches what the host computes before the program is traced, if anything.
     """
 
     kernel: Callable
     kinds: tuple[str, ...] = _FIXED
     runtime_mask: bool = False
     ring_only: bool = False
+    host: Callable | None = None
 
 
 TABLE = {
     "captured": Schedule(captured.kernel, ring_only=True),
     "dynamic": Schedule(dynamic.kernel, kinds=(*_FIXED, "csa"), runtime_mask=True, ring_only=True),
-    "static": Schedule(static.kernel),
-    "closed_form": Schedule(closed_form.kernel),
-    "computed": Schedule(computed.kernel),
+    "static": Schedule(static.kernel, host=static.kernel),
+    "closed_form": Schedule(closed_form.kernel, host=closed_form.schedules),
+    "computed": Schedule(computed.kernel, host=closed_form.schedules),
 }
 _DEFAULT = {"sliding": "closed_form", "hca": "closed_form", "csa": "dynamic"}
 

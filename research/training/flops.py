@@ -1,0 +1,59 @@
+"""Floating-point operations of training, by closed formula, and the share of a chip that they make use of."""
+
+import haiku as hk
+import jax
+
+from research.attention.visibility import HeavilyCompressed, SlidingWindow, visible_pairs
+from research.measure import chips
+from research.model.spec import ModelSpec
+from research.training.optimizer import group
+
+# Parameters that no matrix product reads.
+_NOT_MULTIPLIED = ("scale", "sinks", "position_bias")
+
+
+def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
+    """FLOPs of forward and backward pass for a token in a row that is one document.
+
+    6 for every parameter that the token is multiplied with, and 12 times heads times head width for every key that it
+    sees: two products forward and four backward, recomputation not counted (PaLM, arXiv 2204.02311, appendix B, with
+    the pairs that are visible in place of all). A third of it for what CSA's stage does not train, nothing for an
+    indexer that it does not ask; an indexer's loss adds the heads' product with the entries that a token attends.
+    Packed documents see fewer keys; norms, RoPE, softmax and pooling are left out.
+
+    Args:
+      spec: the model.
+      seq_len: tokens per row.
+      params: its parameters, or their shapes.
+    """
+    attention = spec.attention
+    model = 3 if attention.trains_model else 1
+    indexer = 3 if attention.trains_indexer else int(attention.selects)
+    flops = 0.0
+    for module, name, value in hk.data_structures.traverse(params):
+        looked_up = name == "embeddings" and not spec.tied_head
+        if name not in _NOT_MULTIPLIED and not looked_up:
+            flops += 2 * (indexer if group(module) == "indexer" else model) * value.size
+    for kind in spec.layers:
+        visibility = attention.visibility(kind)
+        pairs = visible_pairs(visibility, seq_len) / seq_len
+        flops += spec.repeats * 4 * model * pairs * attention.heads * attention.head_width
+        if kind == "csa":
+            local = visible_pairs(SlidingWindow(attention.window), seq_len) / seq_len
+            entries = HeavilyCompressed(attention.window, attention.csa_ratio)
+            scored = visible_pairs(entries, seq_len) / seq_len - local
+            flops += spec.repeats * 2 * indexer * scored * attention.index_heads * attention.index_head_width
+            if attention.trains_indexer:
+                flops += spec.repeats * 2 * (pairs - local) * attention.heads * attention.head_width
+    return flops
+
+
+def utilisation(flops_per_second: float) -> dict[str, float]:
+    """Model FLOPs utilisation as `mfu`: over the bfloat16 peak of all devices; empty where that is not known."""
+    chip = chips.of_device(jax.devices()[0].device_kind)
+    return {} if chip is None else {"mfu": mfu(flops_per_second, chip.flops * jax.device_count())}
+
+
+def mfu(flops_per_second: float, peak: float) -> float:
+    """The share of the peak, both in FLOP/s."""
+    return flops_per_second / peak

@@ -1,0 +1,186 @@
+"""Points and their rooflines without a compiler; and, with libtpu installed, what the real ones say."""
+
+import dataclasses
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from research import experiment
+from research.attention import backends
+from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.config import ConfigError, base_config
+from research.measure import aot, chips, op, roofline, search
+from tests.oracles import visible
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: requirements-tpu.txt"
+)
+GROUPS = {"attention.heads": 2, "attention.head_width": 128, "model.hidden": 64, "data.batch_size": 1}
+
+
+def config_of(**overrides):
+    config = base_config()
+    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    experiment.override(config, GROUPS | {"model.dtype": "bfloat16"} | names)
+    return config
+
+
+def points(**overrides):
+    return aot.of_config(config_of(**overrides))
+
+
+def fake_versions():
+    return {"jax": "1", "libtpu": "2", "tokamax": "3"}
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    monkeypatch.setattr(aot, "versions", fake_versions)
+
+
+def test_ops_and_layers_are_points_by_kind_and_a_step_is_one():
+    found = points(model__layers=("hca", "csa", "hca"), aot__what=("op", "layer", "step"))
+    layers = [tuple(json.loads(point.settings)["model"]["layers"]) for point in found]
+    assert list(zip([point.what for point in found], layers, strict=True)) == [
+        ("op", ("hca",)),
+        ("op", ("csa",)),
+        ("layer", ("hca",)),
+        ("layer", ("csa",)),
+        ("step", ("hca", "csa", "hca")),
+    ]
+
+
+def test_a_point_is_the_same_whatever_does_not_concern_it():
+    assert points(optimizer__learning_rate=1e-4) == points()
+    assert points(optimizer__learning_rate=1e-4, aot__what=("step",)) != points(aot__what=("step",))
+    assert points(attention__heads_per_call=1) != points()
+
+
+def test_key_tells_points_and_versions_apart(versions, monkeypatch):
+    (first,), (second,) = points(model__layers=("hca",)), points(model__layers=("hca",), data__seq_len=1024)
+    keys = {first.key(), second.key()}
+    monkeypatch.setattr(aot, "versions", lambda: {**fake_versions(), "libtpu": "4"})
+    assert len(keys | {first.key()}) == 3
+
+
+def test_the_config_of_a_point_holds_its_settings():
+    (point,) = points(model__layers=("csa",), attention__top_k=7, data__seq_len=2048)
+    config = dataclasses.replace(point).config()
+    assert (config.attention.top_k, config.data.seq_len, config.model.layers) == (7, 2048, ("csa",))
+
+
+def test_chips_are_devices_as_jax_shows_them():
+    by_name = {chip.name: chip for chip in chips.CHIPS.values()}
+    assert by_name["v5p"].flops == 459e12
+    assert by_name["v5p"].hbm_bytes == 95 * 2**30
+    assert by_name["tpu7x"].bandwidth == 3690e9  # half a chip
+    assert chips.of_device("TPU v6 lite").name == "v6e"
+    assert chips.of_device("cpu") is None
+
+
+@pytest.mark.parametrize("visibility", [SlidingWindow(100), HeavilyCompressed(128, 128)])
+def test_scheduled_flops_are_those_of_the_blocks_that_hold_a_visible_pair(visibility):
+    options = backends.Options("closed_form", block_q=128, block_kv=128, dq_reduction_steps=3)
+    point = op.Point("splash", options, visibility, 1, 640, 2, 16, "bfloat16", repeats=0)
+    with backends.compiling_for("tpu"):
+        effective = backends.get("splash").resolve(visibility, 640, 16, "bfloat16", options, packed=False)
+        cost = roofline.of_op(point, effective, "forward")
+    pairs = visible(visibility, np.zeros(640, int))
+    entries = np.pad(pairs[:, 640:], ((0, 0), (0, -pairs[:, 640:].shape[1] % 128)))
+    columns = np.concatenate([pairs[:, :640], entries], axis=1)
+    blocks = columns.reshape(5, 128, -1, 128).any(axis=(1, 3)).sum()
+    assert cost.scheduled_flops == 2 * 2 * blocks * 128 * 128 * 16 * 2
+    assert cost.useful_flops == 2 * 2 * pairs.sum() * 16 * 2
+    assert cost.moved_bytes >= 2 * (2 * 640 * 16 + blocks * 2 * 128 * 16) * 2  # q, out, and keys as keys and values
+
+
+def test_dense_attention_schedules_every_pair():
+    point = op.Point("dot_product", backends.DEFAULT, CompressedSparse(8, 4, 3), 2, 64, 2, 16, "float32", repeats=0)
+    cost = roofline.of_op(point, {}, "forward_backward")
+    assert cost.scheduled_flops == 7 * 2 * 64 * (64 + 16) * 16 * 2 * 2
+
+
+def test_the_slower_side_bounds():
+    chip = chips.Chip("one", flops=10.0, bandwidth=2.0, hbm_bytes=1)
+    slow = roofline.bound(roofline.Cost(30.0, 5.0, 4.0), chip)
+    assert (slow["roofline_seconds"], slow["bound"]) == (3.0, "compute")
+    assert roofline.bound(roofline.Cost(30.0, 5.0, 8.0), chip)["bound"] == "memory"
+
+
+def test_matrices_meet_every_token_and_vectors_none():
+    params = {"a": {"w": np.zeros((3, 5)), "b": np.zeros(5)}, "a/indexer": {"w": np.zeros((2, 2))}}
+    flops = {
+        learns: roofline.of_matrices(params, 10, indexer_learns=learns).scheduled_flops for learns in (True, False)
+    }
+    assert flops == {True: 2 * 10 * (15 + 4) * 3, False: 2 * 10 * (15 * 3 + 4)}
+    rest = roofline.of_matrices(params, 10, indexer_learns=True, unused=("indexer",))
+    assert rest.scheduled_flops == 2 * 10 * 15 * 3
+
+
+def row(peak, seconds, compile_seconds, **others):
+    numbers = {"peak_bytes": peak, "roofline_seconds": seconds, "compile_seconds": compile_seconds}
+    return {"status": "ok", "phase": "forward_backward", **numbers, **others}
+
+
+def test_front_holds_what_nothing_beats():
+    best, small, quick = row(10, 1.0, 5.0), row(5, 2.0, 5.0), row(20, 3.0, 1.0)
+    rows = [row(10, 1.5, 5.0), small, quick, best, row(1, 0.1, 0.1, status="out of HBM")]
+    assert search.front([*rows, row(1, 0.1, 0.1, phase="forward")]) == [best, small, quick]
+
+
+def test_search_tries_legal_blocks_and_groups():
+    planned = search.plan(config_of(model__layers=("hca",), attention__backend="splash", data__seq_len=1024))
+    assert len({point for _, point, _ in planned}) == len(planned) == 4 * 4 * 2
+    assert {overrides["attention.heads_per_call"] for overrides, *_ in planned} == {0, 1}
+    assert all(overrides["attention.block_q"] <= 1024 for overrides, *_ in planned)
+
+
+def test_search_wants_one_kind_of_splash():
+    with pytest.raises(ConfigError, match=r"config\.model\.layers=.*: must be of one kind"):
+        search.plan(config_of(attention__backend="splash"))
+    with pytest.raises(ConfigError, match=r"config\.attention\.backend=blockwise: must be splash"):
+        search.plan(config_of(model__layers=("hca",), attention__backend="blockwise"))
+
+
+def test_what_a_crash_swallowed_is_rows_that_say_so(versions, monkeypatch):
+    (point,) = points(model__layers=("hca",))
+    monkeypatch.setattr(aot.apart, "run", lambda *_: aot.apart.Outcome([], "killed by SIGSEGV", "the end"))
+    rows = aot.run(point, 1.0)
+    assert [(row["phase"], row["status"]) for row in rows] == [
+        ("forward", "killed by SIGSEGV"),
+        ("forward_backward", "killed by SIGSEGV"),
+    ]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(("kind", "what"), [("hca", "op"), ("csa", "op"), ("hca", "layer"), ("csa", "step")])
+def test_compiles_for_a_chip(topology, kind, what):
+    (point,) = points(model__layers=(kind,), aot__what=(what,), aot__topology=topology, data__seq_len=512)
+    rows = aot.run(point, timeout=300)
+    assert [row["status"] for row in rows] == ["ok"] * len(aot.PHASES[what]), rows[0].get("message")
+    for row in rows:
+        assert row["chip"] == topology.partition(":")[0]
+        assert row["peak_bytes"] >= row["output_bytes"] > 0 < row["compile_seconds"]
+        assert row["roofline_seconds"] > 0
+
+
+@needs_libtpu
+def test_a_kernel_beyond_its_vector_memory_says_so():
+    tight = points(model__layers=("hca",), attention__vmem_limit_kib=512, data__seq_len=1024)
+    rows = aot.run(tight[0], timeout=300)
+    assert rows[-1]["status"] == "out of VMEM"
+    assert rows[-1]["needed_bytes"] > rows[-1]["available_bytes"] == 512 * 1024
+
+
+@needs_libtpu
+def test_the_compiler_refuses_the_lists_that_we_would():
+    asked = {"attention__schedule": "dynamic", "attention__backend": "splash", "attention__block_q": 128}
+    (point,) = points(model__layers=("sliding",), data__seq_len=32768, attention__block_kv=128, **asked)
+    rows = aot.run(point, timeout=300)
+    assert {row["status"] for row in rows} == {"out of SMEM"}
+    config = point.config()
+    with backends.compiling_for("tpu"), pytest.raises(ConfigError, match=r"of scalar memory, a TPU core has"):
+        aot.config_lib.validate(config)
