@@ -26,6 +26,8 @@ TITLES = {
     "compile_seconds": ("compile time, s", 1),
     "temp_bytes": ("temporary memory, MiB", 2**-20),
     "final_loss": ("training loss, nats", 1),
+    "val_accuracy": ("share of right answers", 1),
+    "val_loss": ("validation loss, nats", 1),
     "val_bits_per_byte": ("validation, bits per byte", 1),
     "tokens_per_second": ("tokens/s", 1),
 }

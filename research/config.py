@@ -10,9 +10,9 @@ import math
 
 import ml_collections
 
+from research import data as data_lib
 from research.attention import backends
 from research.attention.spec import KINDS, STAGES
-from research.data import packing_spec
 from research.measure import chips
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
@@ -85,6 +85,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.rope.yarn_beta_slow = 1.0
 
     config.data = ml_collections.ConfigDict()
+    config.data.task = "text"  # text; recall: pairs of key and value, asked for later; needle: one pair, asked for last
+    config.data.pairs = 0  # in a row of recall
     config.data.path = "stdlib"  # the standard library's sources, or a file, folder or glob (.gz too)
     config.data.seq_len = 512
     config.data.batch_size = 4
@@ -278,8 +280,17 @@ def _check_rope(rope) -> None:
 
 
 def _check_data(config) -> None:
+    task = config.data.task
+    _one_of("data.task", task, (data_lib.TEXT, *data_lib.TASKS))
+    of_others = ("pairs",) if task == data_lib.TEXT else ("path", "chunk_len", "align_starts", "validation_fraction")
+    for name in of_others:
+        if config.data[name] != base_config().data[name]:
+            raise _error(f"data.{name}", config.data[name], f"left at its default with data.task={task}")
     try:
-        packing_spec(config, alignment(config))
+        if task == data_lib.TEXT:
+            data_lib.packing_spec(config, alignment(config))
+        else:
+            data_lib.task(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not 0 < config.data.validation_fraction < 1:

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 
 from research import config as config_lib
-from research import experiment
+from research import data, experiment
 from research.attention import backends, schedules
 from research.attention.spec import AttentionSpec, RopeSpec
 from research.config import ConfigError, base_config, validate
@@ -124,6 +124,8 @@ def test_every_field_is_read(monkeypatch, tmp_path):
     run.run(config, {}, rich.console.Console(quiet=True))
     config.model.layers, config.attention.backend = ("sliding", "csa", "hca"), "splash"
     config_lib.effective(config)
+    config.data.task = "needle"
+    data.task(config)
     assert set(experiment.field_names(config)) - reads - written_reads() == {"train.read_by_nobody"}
 
 
@@ -210,6 +212,8 @@ REFUSED = [
     ({"attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
     ({"attention.out_groups": 3}, "attention.out_groups=3: must be a divisor of heads=4"),
     ({"rope.yarn_factor": 0.5}, "rope.yarn_factor=0.5: must be at least 1"),
+    ({"data.task": "copy"}, "data.task='copy': must be one of text, recall, needle"),
+    ({"data.pairs": 3}, "data.pairs=3: must be left at its default with data.task=text"),
     ({"data.seq_len": 0}, "data.seq_len=0: must be a positive integer"),
     ({"data.batch_size": -1}, "data.batch_size=-1: must be a positive integer"),
     ({"data.chunk_len": 513}, "data.chunk_len=513: must be from 1 to seq_len=512, or 0"),

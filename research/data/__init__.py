@@ -1,4 +1,4 @@
-"""Real text as packed batches: `build(config, alignment)` is all that a training loop needs."""
+"""Real text, or a recall task, as batches: `build(config, alignment)` is all that a training loop needs."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,23 @@ import ml_collections
 
 from research.data import corpus, packing
 from research.data.packing import BOS, VOCAB_SIZE, Batch, PackingSpec
+from research.data.recall import TASKS, Recall
 
-__all__ = ["BOS", "VOCAB_SIZE", "Batch", "Data", "PackingSpec", "build", "packing_spec"]
+__all__ = [
+    "BOS",
+    "TASKS",
+    "TEXT",
+    "VOCAB_SIZE",
+    "Batch",
+    "Data",
+    "PackingSpec",
+    "Recall",
+    "build",
+    "packing_spec",
+    "task",
+]
+
+TEXT = "text"
 
 # Not the run's seed: runs that differ in it are compared on the same validation batches.
 _VALIDATION_SEED = 0
@@ -73,7 +88,22 @@ def packing_spec(config: ml_collections.ConfigDict, alignment: int) -> PackingSp
     return PackingSpec(config.data.seq_len, config.data.batch_size, config.data.chunk_len, alignment)
 
 
-def build(config: ml_collections.ConfigDict, alignment: int) -> Data:
-    """Reads the corpus of `config.data`; arguments and errors as `packing_spec` and `corpus.load`."""
+def task(config: ml_collections.ConfigDict) -> Recall:
+    """The task that `config.data` asks for, unless that is text.
+
+    Raises:
+      ValueError: a field is out of range; names it, its value and what is allowed.
+    """
+    data = config.data
+    return Recall(data.task, data.seq_len, data.batch_size, data.pairs, config.seed)
+
+
+def build(config: ml_collections.ConfigDict, alignment: int) -> Data | Recall:
+    """Reads the corpus of `config.data`, or makes its task.
+
+    Arguments and errors are those of `packing_spec` and `corpus.load`, or `task`.
+    """
+    if config.data.task != TEXT:
+        return task(config)
     spec = packing_spec(config, alignment)
     return Data(corpus.load(config.data.path, config.data.validation_fraction), spec, config.seed)

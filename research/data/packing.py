@@ -20,6 +20,7 @@ import numpy as np
 
 from research.data import corpus
 
+NO_TARGET = -1
 BOS = 256
 VOCAB_SIZE = 257
 Batch = dict[str, np.ndarray]

@@ -85,7 +85,7 @@ def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance)
                 _stop(signal, config, trainer, checkpoints, saved)
             with profiler.step(step):
                 row, fetching, stepping = trainer.update()
-            meter.add(row["tokens"], fetching, stepping)
+            meter.add(int((trainer.batch["segments"] >= 0).sum()), fetching, stepping)
             _require_finite(row, step, folder, trainer)
 
             last = step == config.train.steps

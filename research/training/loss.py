@@ -1,4 +1,4 @@
-"""Losses of a next-byte language model."""
+"""Losses of a model of the next byte, or of an answer; see `research.data`."""
 
 import math
 
@@ -6,19 +6,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from research.data.packing import NO_TARGET
+
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean cross-entropy over the real tokens, those of a document.
+    """Mean cross-entropy over the real tokens, those of a document that have a target.
 
     Args:
       logits: [B, S, V], any float dtype; computed in float32.
-      targets: int32 [B, S], the token that follows; its value at padding does not matter.
+      targets: int32 [B, S], the token that follows, or `NO_TARGET`; its value at padding does not matter.
       segments: int32 [B, S], >= 0 for a document, -1 for padding.
 
     Returns:
       The mean in nats, float32 [], exactly 0 where no token is real; and the number of real tokens, int32 [].
     """
-    real = segments >= 0
+    real = (segments >= 0) & (targets != NO_TARGET)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
     tokens = real.sum()
     return jnp.where(real, losses, 0.0).sum() / jnp.maximum(tokens, 1), tokens

@@ -16,7 +16,7 @@ from research.attention.spec import AttentionSpec
 from research.model import language_model
 from research.model.spec import ModelSpec
 from research.parallel import batch as parallel
-from research.training import loss
+from research.training import accuracy, loss
 from research.training import optimizer as optimizer_lib
 
 Metrics = dict[str, jax.Array]
@@ -57,6 +57,15 @@ def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.A
     """
     logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
     return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), of_indexers
+
+
+def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
+    """What validation asks for: as `losses`, the last by full name (`indexer_...`), and a recall task's accuracy."""
+    logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    means = {f"indexer_{name}": mean for name, mean in of_indexers.items()}
+    if "distances" in batch:
+        means |= accuracy.by_distance(logits, batch["targets"], batch["distances"])
+    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), means
 
 
 def make_update(

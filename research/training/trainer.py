@@ -84,7 +84,7 @@ class Trainer:
         flops_per_token = flops.per_token(self.spec, self._config.data.seq_len, self.state.params)
         self._update, self.cost = compiled.update, compiled.cost | {"flops_per_token": flops_per_token}
         measuring = language_model.build(self.spec, measure=True)
-        self._losses = jax.jit(parallel.mean(functools.partial(step_lib.losses, measuring), self._mesh))
+        self._measures = jax.jit(parallel.mean(functools.partial(step_lib.measures, measuring), self._mesh))
 
     def update(self) -> tuple[dict[str, float], float, float]:
         """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.
@@ -102,18 +102,18 @@ class Trainer:
         return row, fetched - start, time.perf_counter() - fetched
 
     def evaluate(self, batches: int) -> dict[str, float]:
-        """Means over the first validation batches: the loss, and what is known of the indexers, `indexer_...`."""
-        total, count, of_indexers = 0.0, 0, []
+        """Means over the first validation batches: the loss, and the other `step.measures`."""
+        total, count, others = 0.0, 0, []
         with in_memory(self._config, "validation"):
             for batch in self.data.validation_batches(batches):
-                found = self._losses(self.state.params, parallel.distribute(batch, self._mesh))
+                found = self._measures(self.state.params, parallel.distribute(batch, self._mesh))
                 loss, tokens, of_batch = jax.device_get(found)
                 total, count = total + loss.item() * tokens.item(), count + tokens.item()
-                of_indexers.append(of_batch)
+                others.append(of_batch)
         means = {"loss": total / count}
-        for name, mean in jax.tree.map(lambda *x: sum(leaf.item() for leaf in x), *of_indexers).items():
+        for name, mean in jax.tree.map(lambda *x: sum(leaf.item() for leaf in x), *others).items():
             if mean.count:
-                means[f"indexer_{name}"] = mean.total / mean.count
+                means[name] = mean.total / mean.count
         return means
 
 

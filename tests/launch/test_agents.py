@@ -91,7 +91,7 @@ def parsed(command):
 # What is only compiled ahead of time holds points that no run could have.
 @pytest.mark.parametrize(("name", "arg"), [case for case in CASES if not hasattr(MODULES[case[0]], "report_aot")])
 def test_agents_run_the_points_of_the_sweep(name, arg, tmp_path, monkeypatch):
-    target, common = f"experiments/{name}.py:{arg}", {"seed": 3, "data.path": "/some where/*.txt"}
+    target, common = f"experiments/{name}.py:{arg}", {"seed": 3, "wandb.project": "some where, (here)"}
     module, _ = experiment.load(target)
     description = through_yaml(described(target, common, platform(arg)), tmp_path)
     labels = description["parameters"]["point"]["values"]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.data.packing import NO_TARGET
 from research.training import loss
 
 
@@ -12,7 +13,7 @@ def by_hand(logits, targets, segments):
     total, count = 0.0, 0
     for row in range(targets.shape[0]):
         for t in range(targets.shape[1]):
-            if segments[row, t] >= 0:
+            if segments[row, t] >= 0 and targets[row, t] != NO_TARGET:
                 scores = logits[row, t].astype(np.float64)
                 total += math.log(np.exp(scores).sum()) - scores[targets[row, t]]
                 count += 1
@@ -33,6 +34,18 @@ def test_is_the_mean_over_real_tokens(example):
     expected, count = by_hand(*example)
     assert int(tokens) == count == 11
     np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def test_tokens_without_a_target_count_no_more_than_padding(example):
+    logits, targets, segments = example
+    targets[0, 1:4] = targets[1, 6] = NO_TARGET
+    value, tokens = loss.cross_entropy(*map(jnp.asarray, example))
+    expected, count = by_hand(*example)
+    assert int(tokens) == count == 8
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    gradient = jax.grad(lambda x: loss.cross_entropy(x, targets, segments)[0])(logits)
+    assert (np.abs(gradient).sum(axis=-1) > 0).sum() == count
+    assert not gradient[0, 1:4].any()
 
 
 def test_padding_changes_neither_the_loss_nor_its_gradient(example):

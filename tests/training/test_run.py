@@ -98,6 +98,23 @@ def test_rerun_is_bitwise_equal(root, unbroken):
     jax.tree.map(np.testing.assert_array_equal, final_state(again), final_state(unbroken))
 
 
+def test_recall_is_scored_by_distance(root):
+    config = make(root, "recall", data__task="recall", data__pairs=5)
+    folder = folder_of(config)
+    train(config)
+    summary = json.loads((folder / "summary.json").read_text())
+    shares = {name: value for name, value in summary.items() if name.startswith("val_accuracy")}
+    assert set(shares) == {
+        "val_accuracy",
+        *(f"val_accuracy_{r}" for r in ("4_to_7", "8_to_15", "16_to_31", "32_to_61")),
+    }
+    assert all(0 <= share <= 1 for share in shares.values())
+    # The first loss is that of a guess among the 257 tokens, and questions alone count.
+    assert rows(folder)[0]["loss"] == pytest.approx(np.log(257), abs=0.5)
+    assert {row["tokens"] for row in rows(folder)} == {2 * 5}
+    assert rows(folder)[-1].items() >= shares.items()
+
+
 def test_finished_run_is_not_repeated(unbroken):
     written = [folder_of(unbroken) / name for name in ("metrics.jsonl", "summary.json", "environment.json")]
     before = [path.stat().st_mtime_ns for path in written]
