@@ -46,6 +46,20 @@ def test_report_takes_each_claim_from_its_rows():
     )
 
 
+def test_layers_stand_beside_the_peers():
+    layer = {**row("closed_form", 65536, temp=21932 * 2**20, compile_seconds=39.0), "what": "layer"}
+    others = [
+        {**row(schedule, 16384), "what": "layer", "visibility": "sliding", "backend": backend}
+        for backend, schedule in (("dot_product", ""), ("splash", "closed_form"))
+    ]
+    others[0]["status"] = "out of HBM"
+    lines = [line.strip() for line in seed_claims.report_aot([layer, *others])]
+    assert any(
+        "21,932 MiB of temporaries, compiled in 39.0 s, 0.50x and 0.10x those of MaxText" in line for line in lines
+    )
+    assert any(line.endswith("layer at 16,384: dense out of HBM, splash ok") for line in lines)
+
+
 def test_report_of_little_says_little():
     assert len(seed_claims.report_aot([row("static")])) == 3
 
