@@ -12,6 +12,7 @@ from research.attention import tokamax_splash as splash
 from research.attention.schedules import static
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from tests.attention import strategies as lib
+from tests.attention.sizes import largest_array
 
 HCA = HeavilyCompressed(100, 128)
 BLOCKS = [field.name for field in dataclasses.fields(backends.Options) if field.name.startswith("block_")]
@@ -221,3 +222,15 @@ def test_static_schedule_is_evaluated_once_for_many_layers(monkeypatch):
     once = layers(1)
     assert once > 0
     assert layers(3) == once
+
+
+@pytest.mark.parametrize(("schedule", "has_it"), [("dynamic", True), ("hybrid", False)])
+def test_only_dynamic_makes_an_array_of_queries_and_keys(schedule, has_it):
+    visibility, options = CompressedSparse(100, 4, 24), backends.Options(schedule, block_q=128, block_kv=128)
+    arguments, _ = lib.inputs(visibility, 1024)
+
+    def gradients(q):
+        return jax.grad(lambda q: backends.get("splash").attend(**{**arguments, "q": q}, **settings).sum())(q)
+
+    settings = {"visibility": visibility, "options": options}
+    assert (largest_array(gradients, arguments["q"]) >= 1024 * (1024 + 256)) == has_it

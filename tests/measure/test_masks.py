@@ -38,3 +38,13 @@ def test_scalar_memory_runs_out_where_the_compiler_says(seq_len):
         else:
             with pytest.raises(ValueError, match=r"schedule='dynamic': its list of 50,624 blocks takes 1,0\d\d KiB"):
                 backends.get("splash").resolve(HCA, seq_len, 128, "bfloat16", options)
+
+
+def test_hybrid_holds_no_mask_of_local_keys():
+    csa = CompressedSparse(128, 4, 512)
+    dynamic, hybrid = (masks.measure(masks.Request(csa, name, 4096, 256, 256, 3)) for name in ("dynamic", "hybrid"))
+    assert hybrid["active"] == dynamic["active"]
+    assert hybrid["scheduled"] < dynamic["scheduled"] / 2
+    # Of the entries half, forward and backward, and two blocks each of local keys; beside all pairs thrice.
+    assert hybrid["hbm_bytes"] == 2 * (40 * 256 * 256 + 2 * 256 * 256)
+    assert dynamic["hbm_bytes"] == 3 * 4096 * (4096 + 1024) > 4 * hybrid["hbm_bytes"]
