@@ -1,6 +1,7 @@
 # Every target makes the virtual environment it needs, from the requirements alone.
 PYTHON ?= python3
 VENV ?= .venv
+RUNS ?= runs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -47,6 +48,9 @@ notebooks: $(INSTALLED) ## run the notebooks, from their text files
 	$(BIN)/jupytext --quiet --to ipynb analysis/notebooks/*.py
 	$(BIN)/jupyter-execute --inplace analysis/notebooks/*.ipynb
 
+report: $(INSTALLED) ## turn a folder of runs into one page, RUNS/report.html (RUNS=runs)
+	$(BIN)/python launch/report.py --runs=$(RUNS)
+
 lint: $(INSTALLED) ## ruff: check and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,4 +62,4 @@ clean: ## remove virtual environments and caches; runs/ stays
 figures: $(INSTALLED) ## draw the README's picture
 	$(BIN)/python analysis/patterns.py
 
-.PHONY: help setup demo test test-slow parity peers aot notebooks test-aot lint figures clean
+.PHONY: help setup demo test test-slow parity peers aot notebooks report test-aot lint figures clean

@@ -1,17 +1,12 @@
 """What was compiled ahead of time, as one picture: memory and compile time against length, and the Pareto front."""
 
+import io
 import pathlib
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from analysis import frame
+from analysis import frame, style
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; and what tells lines apart without colour.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
 _PANELS = {
     "peak_bytes": ("peak memory, GiB", 2**-30),
     "compile_seconds": ("compile time, s", 1),
@@ -19,7 +14,7 @@ _PANELS = {
 }
 
 
-def draw(rows: list[dict], path: pathlib.Path) -> None:
+def draw(rows: list[dict], file: pathlib.Path | io.BytesIO) -> None:
     """Writes a PNG of forward and backward together: a line for every program and schedule, crosses where it failed."""
     table = frame.of_aot(rows)
     table = table[table["phase"].isin(["forward_backward", "update"])]
@@ -27,22 +22,26 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     figure.suptitle("Forward and backward, compiled ahead of time; failures are crosses on the lower edge")
     groups = list(table.groupby("setting", sort=False))
     for panel, (column, (heading, factor)) in zip(axes.flat, _PANELS.items(), strict=False):
-        panel.set_xscale("log", base=2)
-        for number, (name, group) in enumerate(groups):
-            style = {"color": COLOURS[number % 7], "marker": MARKERS[number // 7 % 7], "markersize": 4, "linewidth": 1}
-            fits = group[group["status"] == "ok"].sort_values("seq_len")
-            panel.plot(fits["seq_len"], fits[column] * factor, label=name, **style)
-            failed = group[group["status"] != "ok"]
-            low = [0.02] * len(failed)
-            panel.plot(failed["seq_len"], low, "x", color=style["color"], transform=panel.get_xaxis_transform())
-        panel.set(xlabel="tokens", ylabel=heading)
+        lines(panel, groups, column, heading, factor)
         if column != "useful_fraction":
             panel.set_yscale("log")
-        panel.grid(alpha=0.3)
     _front(axes.flat[-1], groups)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    style.save(figure, file)
+
+
+def lines(panel, groups, column: str, heading: str, factor: float) -> None:
+    """Draws a column against length, a line for each of the groups of `frame.of_aot` by setting."""
+    panel.set_xscale("log", base=2)
+    for number, (name, group) in enumerate(groups):
+        look = style.line(number)
+        fits = group[group["status"] == "ok"].sort_values("seq_len")
+        panel.plot(fits["seq_len"], fits[column] * factor, label=name, markersize=4, linewidth=1, **look)
+        failed = group[group["status"] != "ok"]
+        low = [0.02] * len(failed)
+        panel.plot(failed["seq_len"], low, "x", color=look["color"], transform=panel.get_xaxis_transform())
+    panel.set(xlabel="tokens", ylabel=heading)
+    panel.grid(alpha=0.3)
 
 
 def _front(panel, groups) -> None:
@@ -53,9 +52,9 @@ def _front(panel, groups) -> None:
             panel.plot(
                 fits["roofline_seconds"] * 1e3,
                 fits["peak_bytes"] * 2**-30,
-                MARKERS[number // 7 % 7],
-                color=COLOURS[number % 7],
+                linestyle="",
                 markersize=4,
+                **style.line(number),
             )
     panel.set(xscale="log", yscale="log", xlabel="roofline (a model), ms", ylabel="peak memory, GiB")
     panel.grid(alpha=0.3)

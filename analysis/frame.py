@@ -4,11 +4,25 @@ from typing import Any
 
 import pandas as pd
 
+# Heading, unit factor, format.
+_NUMBERS = {
+    "seconds": ("run\ns", 1, "{:.4f}"),
+    "seconds_spread": ("±\ns", 1, "{:.4f}"),
+    "schedule_seconds": ("schedule\ns", 1, "{:.2f}"),
+    "lower_seconds": ("lower\ns", 1, "{:.2f}"),
+    "compile_seconds": ("compile\ns", 1, "{:.2f}"),
+    "temp_bytes": ("temp\nMiB", 2**-20, "{:,.1f}"),
+    "peak_bytes": ("peak\nMiB", 2**-20, "{:,.1f}"),
+    "useful_flops_per_second": ("useful\nGFLOP/s", 1e-9, "{:,.1f}"),
+    "roofline_seconds": ("roofline\nms", 1e3, "{:,.1f}"),
+}
+
 
 def of_aot(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Rows of `launch/aot.py`, with `setting`, what took effect, and `useful_fraction` of the scheduled FLOPs."""
+    """Rows of `launch/aot.py` or `bench.py`: `setting`, what took effect; `useful_fraction` of the scheduled FLOPs."""
     table = pd.json_normalize([{**row, "effective": row.get("effective", {})} for row in rows])
     for column in (
+        "seconds",
         "peak_bytes",
         "temp_bytes",
         "compile_seconds",
@@ -23,11 +37,38 @@ def of_aot(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return table
 
 
+def cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines of a table of the same rows, without the numbers that none of them has."""
+    numbers = {name: form for name, form in _NUMBERS.items() if any(name in row for row in rows)}
+    lines = [
+        [
+            setting(row),
+            f"{row['seq_len']:,}",
+            row["dtype"],
+            row["phase"].replace("_", "+"),
+            *(form.format(row[name] * factor) if name in row else "" for name, (_, factor, form) in numbers.items()),
+            row["date"][:10],
+            row["status"],
+        ]
+        for row in rows
+    ]
+    return [
+        "setting",
+        "tokens",
+        "dtype",
+        "phase",
+        *(heading for heading, *_ in numbers.values()),
+        "date",
+        "status",
+    ], lines
+
+
 def setting(row: dict[str, Any]) -> str:
     """A row's program and what took effect, or where nothing did, what was asked: `op hca closed_form 512x512 dq 3`."""
     effective = row.get("effective", {})
     backend = effective.get("backend", row["backend"])
-    parts = [row["what"], row["visibility"], backend if backend != "splash" else "", row["schedule"]]
+    schedule = row.get("schedule", "")
+    parts = [row.get("what", ""), row["visibility"], backend if backend != "splash" or not schedule else "", schedule]
     if "block_q" in effective:
         parts.append("x".join(str(effective[name]) for name in ("block_q", "block_kv") if name in effective))
     if "block_q_dkv" in effective:

@@ -1,38 +1,57 @@
 """Draws who sees whom under the three kinds of attention: `python analysis/patterns.py`, as in the README."""
 
+import io
 import pathlib
+from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.colors
 import matplotlib.pyplot as plt
 import numpy as np
 
-from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow, Visibility
+from analysis import style
+from research.attention.visibility import (
+    CompressedSparse,
+    HeavilyCompressed,
+    SlidingWindow,
+    Visibility,
+    entry_segments,
+    same_segment,
+)
 
 # Small enough to see: DeepSeek-V4 has a window of 128, ratios of 128 and 4, and a top-k of 512.
 SEQ_LEN, WINDOW = 48, 8
-KINDS = (
-    ("sliding window", SlidingWindow(WINDOW)),
-    ("HCA: every completed entry", HeavilyCompressed(WINDOW, ratio=8)),
-    ("CSA: the top 3 completed entries", CompressedSparse(WINDOW, ratio=4, top_k=3)),
-)
+KINDS = {
+    "sliding window": SlidingWindow(WINDOW),
+    "HCA: every completed entry": HeavilyCompressed(WINDOW, ratio=8),
+    "CSA: the top 3 completed entries": CompressedSparse(WINDOW, ratio=4, top_k=3),
+}
+ONE_DOCUMENT = np.zeros(SEQ_LEN, np.int32)
 _UNSEEN, _LOCAL, _ENTRY, _PASSED_OVER = range(4)
-_COLOURS = ("#F2F2F2", "#0072B2", "#E69F00", "#F6DDB0")
+_COLOURS = (style.EMPTY, style.COLOURS[0], style.COLOURS[1], "#F3CF8A")
 
 
-def picture(visibility: Visibility, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+class Panel(NamedTuple):
+    """A visibility over a row of tokens whose documents are `segments`, int32 [S], -1 for padding."""
+
+    title: str
+    visibility: Visibility
+    segments: np.ndarray = ONE_DOCUMENT
+
+
+def picture(panel: Panel, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """What each query makes of each local key [S, S] and entry [S, C], as an index into the colours.
 
     The indexer's scores of CSA are drawn at random.
     """
+    visibility, segments = panel.visibility, panel.segments
     t = np.arange(SEQ_LEN)[:, None]
-    local = np.where(visibility.sees_local(t, np.arange(SEQ_LEN)), _LOCAL, _UNSEEN)
+    near = visibility.sees_local(t, np.arange(SEQ_LEN)) & same_segment(segments[:, None], segments)
+    local = np.where(near, _LOCAL, _UNSEEN)
     entries = visibility.num_entries(SEQ_LEN)
     if not entries:
         return local, np.zeros((SEQ_LEN, 0), int)
-    complete = visibility.sees_compressed(t, np.arange(entries))
+    own = same_segment(segments[:, None], entry_segments(segments, visibility.ratio))
+    complete = visibility.sees_compressed(t, np.arange(entries)) & own
     chosen = complete
     if visibility.kind == "csa":
         scores = np.where(complete, np.random.default_rng(seed).random(complete.shape), -1.0)
@@ -40,31 +59,33 @@ def picture(visibility: Visibility, seed: int = 0) -> tuple[np.ndarray, np.ndarr
     return local, np.where(chosen, _ENTRY, np.where(complete, _PASSED_OVER, _UNSEEN))
 
 
-def draw(path: pathlib.Path) -> None:
-    """Writes the picture as a PNG."""
-    panels = [picture(visibility) for _, visibility in KINDS]
-    widths = [local.shape[1] + entries.shape[1] + 2 for local, entries in panels]
-    figure, axes = plt.subplots(
-        1, len(KINDS), figsize=(12, 4.1), layout="constrained", gridspec_kw={"width_ratios": widths}
+def draw(panels: list[Panel], file: pathlib.Path | io.BytesIO) -> None:
+    """Writes a PNG of panels, three a row; lines are drawn where documents or padding begin."""
+    rows = len(panels) // 3
+    widths = [SEQ_LEN + panel.visibility.num_entries(SEQ_LEN) + 2 for panel in panels[:3]]
+    figure, grid = plt.subplots(
+        rows, 3, figsize=(12, 0.5 + 3.6 * rows), layout="constrained", gridspec_kw={"width_ratios": widths}
     )
     colours = matplotlib.colors.ListedColormap(_COLOURS)
-    for axis, (title, _), (local, entries) in zip(axes, KINDS, panels, strict=True):
+    for axis, panel in zip(grid.flat, panels, strict=True):
+        local, entries = picture(panel)
         gap = np.full((SEQ_LEN, 2 if entries.shape[1] else 0), np.nan)
         axis.imshow(np.concatenate([local, gap, entries], axis=1), cmap=colours, vmin=-0.5, vmax=3.5, aspect="auto")
-        axis.set_title(title)
+        for start in np.flatnonzero(np.diff(panel.segments)) + 0.5:
+            axis.axhline(start, color="black", linewidth=0.8, linestyle="--")
+        axis.set_title(panel.title)
         axis.set_xlabel("local keys" + (" | compressed entries" if entries.shape[1] else ""))
         axis.set_xticks([])
         axis.set_yticks([0, SEQ_LEN - 1])
-    axes[0].set_ylabel("query token")
+    for axis in grid.flat[::3]:
+        axis.set_ylabel("query token")
     labels = {_LOCAL: "local key seen", _ENTRY: "entry seen", _PASSED_OVER: "entry complete, not selected"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in labels]
     figure.legend(handles, labels.values(), loc="outside lower center", ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    style.save(figure, file)
 
 
 if __name__ == "__main__":
     target = pathlib.Path(__file__).parent / "figures" / "patterns.png"
-    draw(target)
+    draw([Panel(title, visibility) for title, visibility in KINDS.items()], target)
     print(target)

@@ -1,29 +1,25 @@
 """Accuracy against distance: `python analysis/recall.py runs/recall-runlocal/results.jsonl`."""
 
-import json
+import io
 import pathlib
 import sys
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from analysis import style
 from experiments.recall import trained
+from research import tracking
 from research.data.recall import CHANCE
 from research.experiment import Row
 from research.training import accuracy
 
-# Okabe and Ito's colours, and a marker each for those who print.
-_STYLES = (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#D55E00", "D"), ("#CC79A7", "v"), ("#56B4E9", "P"))
 
-
-def draw(rows: list[Row], path: pathlib.Path) -> None:
+def draw(rows: list[Row], file: pathlib.Path | io.BytesIO) -> None:
     """Writes a PNG: a panel per task, and in it a curve per pattern over the ranges of distances.
 
     Args:
       rows: of a sweep of `experiments/recall.py`; those that failed, or compare mask strategies, are left out.
-      path: the file.
+      file: gets the PNG.
     """
     tasks: dict[str, list[Row]] = {}
     for row in trained(rows):
@@ -32,9 +28,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(1, len(tasks), figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False)
     for axis, (task, group) in zip(axes[0], tasks.items(), strict=True):
         for row in group:
-            colour, marker = _STYLES[names.index(_name(row))]
-            shares = accuracy.shares(row)
-            axis.plot(range(len(shares)), list(shares.values()), color=colour, marker=marker, label=_name(row))
+            shares, name = accuracy.shares(row), _name(row)
+            axis.plot(range(len(shares)), list(shares.values()), label=name, **style.line(names.index(name)))
         axis.axhline(CHANCE, color="black", linestyle=":", linewidth=1, label="a guess")
         axis.set_xticks(range(len(shares)), [f"{first} to {last}" for first, last in shares])
         axis.set_xlabel("distance from the value to the question, tokens")
@@ -43,8 +38,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     axes[0, 0].set_ylim(0, 1.03)
     axes[0, 0].set_ylabel("share of right answers")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    style.save(figure, file)
 
 
 def _name(row: Row) -> str:
@@ -55,5 +49,5 @@ def _name(row: Row) -> str:
 if __name__ == "__main__":
     source = pathlib.Path(sys.argv[1])
     target = source.with_name("accuracy.png")
-    draw([json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()], target)
+    draw(tracking.read_lines(source), target)
     print(target)

@@ -1,11 +1,11 @@
 """The stages of CSA's training as one picture: losses above, what the indexer selects below, one step axis for all."""
 
+import io
 import pathlib
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from analysis import style
 
 # A row of metrics: what is drawn of it, and in which panel.
 _PANELS = (
@@ -20,25 +20,24 @@ _PANELS = (
         ),
     ),
 )
-_COLOURS = ("#0072B2", "#D55E00", "#009E73")  # told apart by colour-blind readers too
 
 
-def draw(stages: dict[str, list[dict[str, float]]], path: pathlib.Path) -> None:
+def draw(stages: dict[str, list[dict[str, float]]], file: pathlib.Path | io.BytesIO) -> None:
     """Writes the picture.
 
     Args:
       stages: the rows of each stage's `metrics.jsonl`, in the order in which they followed each other.
-      path: a PNG file.
+      file: gets the PNG.
     """
     figure, panels = plt.subplots(len(_PANELS), 1, figsize=(9, 9), sharex=True, layout="constrained")
     start = 0
     for stage, rows in stages.items():
         for axes, (unit, curves) in zip(panels, _PANELS, strict=True):
-            for (name, label), colour in zip(curves, _COLOURS, strict=False):
+            for number, (name, label) in enumerate(curves):
                 points = [(start + row["step"], row[name]) for row in rows if name in row]
                 if points:
-                    marker = "o-" if name.startswith("val_") else "-"
-                    axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=3, label=label)
+                    look = style.line(number) | ({} if name.startswith("val_") else {"marker": ""})
+                    axes.plot(*zip(*points, strict=True), markersize=3, label=label, **look)
             axes.axvline(start, color="grey", linewidth=0.8)
             axes.set_ylabel(unit)
         panels[0].annotate(
@@ -50,5 +49,4 @@ def draw(stages: dict[str, list[dict[str, float]]], path: pathlib.Path) -> None:
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # a curve once, not per stage
         axes.legend(handles.values(), handles.keys(), fontsize="small")
     panels[-1].set_xlabel("step")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    style.save(figure, file)

@@ -1,4 +1,4 @@
-"""A sweep's rows as a table for the terminal."""
+"""A sweep's rows as a table."""
 
 from typing import Any
 
@@ -17,26 +17,38 @@ _NUMBERS = {
     "step_seconds": ("step\ns", 1, "{:.3f}"),
     "temp_bytes": ("temp\nMiB", 1 / _MIB, "{:,.1f}"),
 }
+_RIGHT = tuple(heading for heading, *_ in _NUMBERS.values())
 
 
 def build(rows: list[Row]) -> rich.table.Table:
-    """One line per point: settings asked for, settings in effect, losses, costs, and how it ended."""
-    table = rich.table.Table("#", f"point:\n{fields(rows)}", "in effect", box=rich.box.SIMPLE_HEAD)
-    for heading, _, _ in _NUMBERS.values():
-        table.add_column(heading, justify="right")
-    table.add_column("status")
-    for number, row in enumerate(rows, 1):
-        numbers = [
-            form.format(row[name] * factor) if name in row else "" for name, (_, factor, form) in _NUMBERS.items()
-        ]
-        table.add_row(str(number), name(row), in_effect(row), *numbers, row["status"])
+    """The table of `cells` for the terminal."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    for heading in headings(rows):
+        table.add_column(heading, justify="right" if heading in _RIGHT else "left")
+    for line in cells(rows):
+        table.add_row(*line)
     return table
 
 
+def headings(rows: list[Row]) -> list[str]:
+    """Of the columns of `cells`."""
+    return ["#", f"point:\n{fields(rows)}", "in effect", *_RIGHT, "status"]
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
+    """One line per point: settings asked for, settings in effect, losses, costs, and how it ended."""
+    return [[str(n), name(row), in_effect(row), *_numbers(row), row["status"]] for n, row in enumerate(rows, 1)]
+
+
+def _numbers(row: Row) -> list[str]:
+    return [form.format(row[name] * factor) if name in row else "" for name, (_, factor, form) in _NUMBERS.items()]
+
+
 def name(row: Row) -> str:
-    """A point by the values it sets: `hca splash static 128 128 3`."""
+    """A point by the values it sets, `hca splash static 128 128 3`, or where those are not known by its label."""
     values = row["overrides"].values()
-    return " ".join("+".join(value) if isinstance(value, list | tuple) else str(value) for value in values)
+    told = " ".join("+".join(value) if isinstance(value, list | tuple) else str(value) for value in values)
+    return told or row["point"]
 
 
 def fields(rows: list[Row]) -> str:

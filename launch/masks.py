@@ -50,7 +50,7 @@ def main() -> int:
         for line in getattr(module, "report_masks", lambda rows: [])(rows):
             console.print(line, markup=False, soft_wrap=True)
     if _PLOT.value:
-        blocks.draw(requests[0], pathlib.Path(_PLOT.value))
+        blocks.draw(requests[:1], pathlib.Path(_PLOT.value))
         console.print(f"plot: {_PLOT.value}")
     return 0
 

@@ -61,7 +61,7 @@ def test_plot_is_drawn_with_a_place_for_points_that_failed(rows, tmp_path, monke
 
     monkeypatch.setattr(axes, "text", keep)
     plot.draw(rows, ("step_seconds", "temp_bytes"), "a sweep", tmp_path / "plot.png")
-    assert sorted(texts) == [" 0.125", " 0.125", " 5", " 5", " out of memory", " out of memory"]
+    assert sorted(texts) == ["  0.125", "  0.125", "  5", "  5", "  out of memory", "  out of memory"]
     image = matplotlib.image.imread(tmp_path / "plot.png")
     assert image.shape[0] > 300
     assert image.std() > 0.05

@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom on committed results, and is the text file beside it."""
 
 import pathlib
+import re
 
 import jupytext
 import nbclient
@@ -11,7 +12,7 @@ NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "analysis" / "notebooks"
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["seed_claims"]
+    assert [path.stem for path in NOTEBOOKS] == ["masks", "recall", "seed_claims", "training_curves"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -21,6 +22,18 @@ def test_notebook_runs(path, tmp_path):
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not any(output.output_type == "error" for output in outputs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_notebook_was_run_and_shows_no_path_of_a_machine(path):
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert {output.output_type for output in outputs} <= {"stream", "display_data"}
+    assert all(output.name == "stdout" for output in outputs if output.output_type == "stream")  # no warnings
+    text = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
+    assert not re.search(r"""(^|[\s"'(=])(/\w|[A-Z]:\\)""", text)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,0 +1,29 @@
+"""Turns a folder of runs into one static page that opens offline: `make report`, or
+
+    python launch/report.py --runs=runs
+
+Sweeps, runs, benches and compilations below it become tables, plots and configs in `RUNS/report.html`. What failed or
+is half-written appears as such.
+"""
+
+import pathlib
+
+from absl import flags as absl_flags
+
+from analysis import report
+from launch import flags
+
+_RUNS = absl_flags.DEFINE_string("runs", "runs", "the folder of runs, or that of a sweep or a run")
+
+
+def main() -> int:
+    """Writes the page, and returns the exit code."""
+    root = pathlib.Path(_RUNS.value)
+    path = root / "report.html"
+    path.write_text(report.page(root), encoding="utf-8")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    flags.run(main, config_required=False)
