@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.attention import tokamax_splash as splash
+from research.attention.layout import LANES
 
 
 def kernel(layout, config, given=None):
     """A kernel for every sequence of that layout."""
     del given
-    rows, cols = np.arange(layout.q_len)[:, None], np.arange(layout.kv_len)[None]
-    return splash.make_dynamic_splash_mqa(jnp.asarray(layout.sees(rows, cols)), config=config)
+    rows, cols = np.arange(layout.q_len, dtype=np.int32)[:, None], np.arange(layout.kv_len, dtype=np.int32)[None]
+    # Some rows at a time: the differences of indices would take four times the mask's bytes.
+    mask = np.concatenate([layout.sees(some, cols) for some in np.split(rows, layout.q_len // LANES)])
+    return splash.make_dynamic_splash_mqa(jnp.asarray(mask), config=config)
