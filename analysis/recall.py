@@ -24,12 +24,12 @@ def draw(rows: list[Row], file: pathlib.Path | io.BytesIO) -> None:
     tasks: dict[str, list[Row]] = {}
     for row in trained(rows):
         tasks.setdefault(row["overrides"].get("data.task", "needle"), []).append(row)
-    names = list(dict.fromkeys(_name(row) for group in tasks.values() for row in group))
+    names = list(dict.fromkeys(name(row) for group in tasks.values() for row in group))
     figure, axes = plt.subplots(1, len(tasks), figsize=(11, 4.2), layout="constrained", sharey=True, squeeze=False)
     for axis, (task, group) in zip(axes[0], tasks.items(), strict=True):
         for row in group:
-            shares, name = accuracy.shares(row), _name(row)
-            axis.plot(range(len(shares)), list(shares.values()), label=name, **style.line(names.index(name)))
+            shares, label = accuracy.shares(row), name(row)
+            axis.plot(range(len(shares)), list(shares.values()), label=label, **style.line(names.index(label)))
         axis.axhline(CHANCE, color="black", linestyle=":", linewidth=1, label="a guess")
         axis.set_xticks(range(len(shares)), [f"{first} to {last}" for first, last in shares])
         axis.set_xlabel("distance from the value to the question, tokens")
@@ -41,13 +41,16 @@ def draw(rows: list[Row], file: pathlib.Path | io.BytesIO) -> None:
     style.save(figure, file)
 
 
-def _name(row: Row) -> str:
-    window = row["overrides"].get("attention.window")
-    return f"full attention (window {window})" if window else "+".join(row["layers"])
+def name(row: Row) -> str:
+    """What a curve is called: the pattern of layers, and what is unusual about it."""
+    layers, overrides = "+".join(row["layers"]), row["overrides"]
+    if "attention.window" in overrides:
+        return f"full attention (window {overrides['attention.window']})"
+    return f"{layers}, all entries" if "attention.top_k" in overrides else layers
 
 
 if __name__ == "__main__":
     source = pathlib.Path(sys.argv[1])
-    target = source.with_name("accuracy.png")
+    target = source.withname("accuracy.png")
     draw(tracking.read_lines(source), target)
     print(target)

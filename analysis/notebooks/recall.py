@@ -49,8 +49,7 @@ display(Image(style.png(recall.draw, rows)))
 # %%
 for row in trained(rows):
     told = ", ".join(f"{first} to {last}: {share:.2f}" for (first, last), share in accuracy.shares(row).items())
-    window = row["overrides"].get("attention.window", 8)
-    print(f"{row['overrides'].get('data.task', 'needle'):6} {'+'.join(row['layers'])} window {window}: {told}")
+    print(f"{row['overrides'].get('data.task', 'needle'):6} {recall.name(row)}: {told}")
 
 # %% [markdown]
 # How the models came there: training loss, and validation (hollow). A uniform guess costs log(16) = 2.77 nats. Where a
