@@ -51,6 +51,6 @@ def name(row: Row) -> str:
 
 if __name__ == "__main__":
     source = pathlib.Path(sys.argv[1])
-    target = source.withname("accuracy.png")
+    target = source.with_name("accuracy.png")
     draw(tracking.read_lines(source), target)
     print(target)
