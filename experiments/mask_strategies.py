@@ -8,7 +8,7 @@ compile time and temporary memory. On a CPU the splash kernels are interpreted: 
 step times.
 
 `:demo`, on 2 cores of an x86 machine that was busy with other work, Python 3.13, 2026-11-29: 24 points, 6 minutes of
-processor time; `hybrid` has added three. The loss curves of a kind differ by 1e-6 nats at most. Temporary memory of an HCA model, MiB:
+processor time; `hybrid` has added three. The loss curves of a kind differ by 1e-6 nats at most. MiB of an HCA model:
 dot_product 11.8, splash 9.8 to 10.4, blockwise 6.0; the ring buffer (dq_reduction_steps=3) saves 0.2 of 10.0, a runtime
 mask adds 0.2. At 512 tokens that is all; what grows with the sequence shows ahead of time for a TPU.
 """
