@@ -17,6 +17,10 @@ from research.measure import peers
 
 _LENGTHS = flags.DEFINE_list("lengths", ["1024", "4096", "8192"], "sequence lengths")
 _KINDS = flags.DEFINE_list("kinds", list(KINDS), "kinds of attention")
+flags.register_validator(
+    "lengths", lambda texts: all(text.isdecimal() and int(text) > 0 for text in texts), "must be positive integers"
+)
+flags.register_validator("kinds", lambda names: set(names) <= set(KINDS), f"must be among {', '.join(KINDS)}")
 
 
 def main(argv: list[str]) -> None:

@@ -15,6 +15,9 @@ from absl import app, flags
 from research.measure import selecting
 
 _LENGTHS = flags.DEFINE_list("lengths", ["4096", "8192", "16384"], "sequence lengths")
+flags.register_validator(
+    "lengths", lambda texts: all(text.isdecimal() and int(text) > 0 for text in texts), "must be positive integers"
+)
 _TOP_K = flags.DEFINE_integer("top_k", 512, "entries that a query selects", lower_bound=1)
 _TIMEOUT = flags.DEFINE_float("timeout_minutes", 10.0, "for one point, after which it is a row that says so")
 

@@ -9,6 +9,7 @@ An experiment is a Python file that asks one question. It defines
     check(rows)        optional: reports on a finished sweep, and raises CheckError if it must not be trusted
     report(rows)       optional: lines that answer the question from the rows of `launch/bench.py`
     report_masks(rows) optional: the same from those of `launch/masks.py`
+    report_aot(rows)   optional: the same from those of `launch/aot.py`
 """
 
 import difflib
