@@ -14,7 +14,7 @@ EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 
 
 def test_rows_say_what_was_asked_what_took_effect_and_what_it_cost():
-    rows = op.rows(POINT)
+    rows = list(op.rows(POINT))
     assert [row["phase"] for row in rows] == list(op.PHASES)
     for row in rows:
         assert row["status"] == "ok"
