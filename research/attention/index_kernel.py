@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 _BLOCK_Q = 128
+# Of the four axes of a grid the last one carries state from step to step.
+_ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -40,7 +42,7 @@ def scores(
         in_specs=[_heads_last(specs[name]) for name in ("q", "keys", "weights")],
         out_specs=_heads_last(specs["scores"]),
         out_shape=jax.ShapeDtypeStruct((batch, q.shape[2], keys.shape[1]), jnp.float32),
-        compiler_params=_parallel(3),
+        compiler_params=_ORDER,
         interpret=interpret,
         name="index_scores",
     )(q, keys, weights)
@@ -71,7 +73,7 @@ def _scores_backward(heads_at_once, entries_at_once, interpret, saved, d_scores)
             jax.ShapeDtypeStruct(weights.shape, jnp.float32),
             jax.ShapeDtypeStruct((blocks_q, groups, *keys.shape), jnp.float32),
         ],
-        compiler_params=_parallel(3),
+        compiler_params=_ORDER,
         interpret=interpret,
         name="index_scores_backward",
     )(q, keys, weights, d_scores)
@@ -138,8 +140,3 @@ def _plan(heads_at_once, entries_at_once, q, keys, weights):
 
 def _heads_last(spec: pl.BlockSpec) -> pl.BlockSpec:
     return pl.BlockSpec(spec.block_shape, lambda b, s, c, h: spec.index_map(b, s, h, c))
-
-
-def _parallel(axes: int) -> pltpu.CompilerParams:
-    """Of four grid axes the last carries state from step to step."""
-    return pltpu.CompilerParams(dimension_semantics=("parallel",) * axes + ("arbitrary",))
