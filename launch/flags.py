@@ -5,14 +5,16 @@ import os
 import pathlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from research import errors, experiment, tracking
+from research import errors, experiment
 from research.config import ConfigError
+from research.runs import files
 
 INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
 INTERRUPTED_EXIT = os.EX_TEMPFAIL  # 75, by which a scheduler knows that the run goes on when it is started again
@@ -36,6 +38,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
     def guarded(argv: Sequence[str]) -> None:
         del argv
         logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
+        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         try:
             sys.exit(main())
         except Exception as error:
@@ -72,7 +75,7 @@ def save_preset(config: ml_collections.ConfigDict, name: str, settings: experime
     """Saves overrides for `--preset=NAME`, and returns the file."""
     path = _preset_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tracking.write_json(path, settings)
+    files.write_json(path, settings)
     return path
 
 
@@ -81,7 +84,7 @@ def _preset(config: ml_collections.ConfigDict, name: str) -> experiment.Override
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
         raise ConfigError(f"--preset={name}: no {path}; there are {known}")
-    return tracking.read_json(path)
+    return files.read_json(path)
 
 
 def _preset_path(config: ml_collections.ConfigDict, name: str) -> pathlib.Path:
@@ -147,5 +150,6 @@ def _report(error: Exception) -> None:
     if kind == errors.OTHER:
         raise error
     print(f"{kind}: {error}", file=sys.stderr)
-    exits = {errors.INVALID: INVALID_EXIT, errors.UNSUPPORTED: INVALID_EXIT, errors.INTERRUPTED: INTERRUPTED_EXIT}
+    exits = dict.fromkeys((errors.INVALID, errors.UNSUPPORTED, errors.IN_USE), INVALID_EXIT)
+    exits[errors.INTERRUPTED] = INTERRUPTED_EXIT
     sys.exit(exits.get(kind, 1))

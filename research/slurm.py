@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import submitit
 
-from research import sweep, tracking
+from research import sweep
 from research.config import ConfigError
 from research.experiment import Row
+from research.runs.folder import SUMMARY
 
 JOB = "job_id"  # file in a point's folder
 _LOGS = "jobs"  # folder beside the points' own
@@ -99,7 +100,7 @@ def _prepare(point: sweep.Point, fresh: bool) -> None:
     if fresh:
         shutil.rmtree(point.folder, ignore_errors=True)
     point.folder.mkdir(parents=True, exist_ok=True)
-    (point.folder / tracking.SUMMARY).unlink(missing_ok=True)
+    (point.folder / SUMMARY).unlink(missing_ok=True)
 
 
 def _result(job: submitit.Job, point: sweep.Point) -> Row:

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 
 import ml_collections
 
-from research import experiment, tracking
+from research import experiment
 from research.config import ConfigError, validate
+from research.runs import files
+from research.runs.folder import CONFIG, SUMMARY
 from research.training import run as run_lib
 
 Note = Callable[[int, str], None]  # is told what happens to the point at a place
@@ -101,8 +103,8 @@ def _point(target, config, common, overrides, platform, fresh) -> Point:
     place = {"run.root": str(root), "run.id": experiment.label(overrides)}
     folder = root / place["run.id"]
     flags = experiment.as_flags(common | overrides | place)
-    summary = {} if fresh else tracking.read_json(folder / tracking.SUMMARY)
-    stored = {} if fresh else tracking.read_json(folder / tracking.CONFIG)
+    summary = {} if fresh else files.read_json(folder / SUMMARY)
+    stored = {} if fresh else files.read_json(folder / CONFIG)
     if stored and (changed := run_lib.differences(stored, run_lib.as_json(config))):
         raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
     command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
@@ -137,7 +139,7 @@ def run_point(point: Point, fresh: bool) -> experiment.Row:
         if fresh:
             shutil.rmtree(point.folder, ignore_errors=True)
         point.folder.mkdir(parents=True, exist_ok=True)
-        (point.folder / tracking.SUMMARY).unlink(missing_ok=True)
+        (point.folder / SUMMARY).unlink(missing_ok=True)
         with open(point.folder / "log.txt", "ab") as log:
             code = subprocess.run(point.command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
         # Where not even Python lived to tell.
@@ -147,17 +149,17 @@ def run_point(point: Point, fresh: bool) -> experiment.Row:
 
 def record_death(point: Point, status: str, log: str) -> None:
     """Writes the summary of a point that ended without one; `log` is the file that may say more."""
-    if not (point.folder / tracking.SUMMARY).exists():
+    if not (point.folder / SUMMARY).exists():
         point.folder.mkdir(parents=True, exist_ok=True)
         death = {"status": status, "message": f"see {point.folder / log}"}
-        tracking.write_json(point.folder / tracking.SUMMARY, death)
+        files.write_json(point.folder / SUMMARY, death)
 
 
 def row(point: Point) -> experiment.Row:
     """A point with the summary of its run, however that ended."""
     return {
         "point": point.folder.name,
-        **tracking.read_json(point.folder / tracking.SUMMARY),
+        **files.read_json(point.folder / SUMMARY),
         "overrides": point.overrides,
         "layers": point.layers,
         "folder": str(point.folder),
