@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 
-from research import errors, tracking
+from research import errors
+from research.runs import files, tracking
+from research.runs.folder import read_rows
 from tests import tiny
 
 
@@ -20,7 +22,7 @@ def tracker(folder, mode="disabled"):
 def test_rows_are_on_the_disk_as_soon_as_they_are_logged(tmp_path):
     with tracker(tmp_path) as open_tracker:
         open_tracker.log(1, {"loss": 2.5})
-        assert tracking.read_rows(tmp_path) == [{"step": 1, "loss": 2.5}]
+        assert read_rows(tmp_path) == [{"step": 1, "loss": 2.5}]
         open_tracker.log(2, {"loss": 2.25})
         assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
@@ -33,22 +35,22 @@ def test_numbers_that_json_does_not_know_are_refused(tmp_path):
 def test_rows_after_a_checkpoint_and_a_line_cut_short_are_dropped(tmp_path):
     lines = [json.dumps({"step": step, "loss": step / 3}) + "\n" for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 6, "lo')
-    assert [row["step"] for row in tracking.read_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4, 5]
     tracking.drop_rows_after(tmp_path, 3)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
 
 
 def test_json_survives_a_kill_while_it_is_written(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
-    tracking.write_json(path, {"status": "ok"})
+    files.write_json(path, {"status": "ok"})
 
     def killed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pathlib.Path.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        tracking.write_json(path, {"status": "error"})
-    assert tracking.read_json(path) == {"status": "ok"}
+        files.write_json(path, {"status": "error"})
+    assert files.read_json(path) == {"status": "ok"}
 
 
 @pytest.mark.parametrize(
@@ -96,4 +98,4 @@ for step in (1, 2):
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert folders
     assert all(identity in name for name in folders)
-    assert [row["step"] for row in tracking.read_rows(tmp_path)] == [1, 2]
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]

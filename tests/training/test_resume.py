@@ -16,8 +16,10 @@ import pytest
 import rich.console
 from jax.experimental.compilation_cache import compilation_cache
 
-from research import errors, tracking
+from research import errors
 from research.config import ConfigError
+from research.runs import tracking
+from research.runs.folder import read_rows
 from research.training import run
 from research.training.interruption import Interruption
 from tests import tiny
@@ -58,7 +60,7 @@ def train(config):
 
 def rows(folder):
     """All that must be repeated to the last bit."""
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in tracking.read_rows(folder)]
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in read_rows(folder)]
 
 
 def last_record(folder):
@@ -112,7 +114,7 @@ def test_killed_run_ends_as_if_it_had_not_been(unbroken, tmp_path, cache):
     starts, codes = 0, []
     while not (folder / "summary.json").exists():
         starts += 1
-        before = len(tracking.read_rows(folder))
+        before = len(read_rows(folder))
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
         while process.poll() is None and wandb_starts(folder) < starts:
             time.sleep(0.01)
@@ -121,7 +123,7 @@ def test_killed_run_ends_as_if_it_had_not_been(unbroken, tmp_path, cache):
             process.kill()
         codes.append(process.wait())
         # No more is lost than since the last checkpoint, and the one that was being written.
-        assert len(tracking.read_rows(folder)) >= before - 2 * CHECKPOINT_EVERY
+        assert len(read_rows(folder)) >= before - 2 * CHECKPOINT_EVERY
     assert set(codes[:-1]) == {-signal.SIGKILL}
     assert codes[-1] == 0
     assert len(codes) > 2
@@ -176,7 +178,7 @@ def test_launcher_tells_schedulers_that_a_stopped_run_goes_on(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen([*command, *flags], env=environment, **silent)
-    while process.poll() is None and not tracking.read_rows(tmp_path / "stopped"):
+    while process.poll() is None and not read_rows(tmp_path / "stopped"):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=120)
