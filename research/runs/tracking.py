@@ -21,6 +21,7 @@ from research.errors import ConfigError
 from research.runs import files
 from research.runs.folder import METRICS, is_writer
 
+_PROGRAM = "research.runs.mirror"
 _START_SECONDS = 60.0  # for wandb to be there; it gives up by itself before
 _END_SECONDS = {"offline": 30.0, "online": 60.0}  # after which it goes on sending behind our back
 _STOP_SECONDS = 10.0  # likewise, where a scheduler waits for the run to end
@@ -91,7 +92,7 @@ class _Mirror:
         self._asked, self._mode = job["mode"], "offline"
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "research.runs.mirror"),
+            (sys.executable, "-m", _PROGRAM),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -121,7 +122,8 @@ class _Mirror:
             self._process.wait(wait)
         except subprocess.TimeoutExpired:
             return f"still sends after {wait:.0f} s, and goes on behind (process {self._process.pid})"
-        return self._answer(1.0).get("failed", "")
+        killed = f"ended with {self._process.returncode}" if self._process.returncode else ""
+        return self._answer(1.0).get("failed", killed)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         try:

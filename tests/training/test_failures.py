@@ -60,7 +60,7 @@ def test_disk_fills_up_while_checkpoints_are_written(small_disk):
 def test_disk_is_full_when_a_row_is_written(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with (
-        tracking.Tracker(tmp_path, make(tmp_path)) as tracker,
+        tracking.Tracker(tmp_path, make(tmp_path), print) as tracker,
         pytest.raises(OSError, match=rf"{NO_SPACE}metrics.jsonl'"),
     ):
         tracker.log(1, {"loss": 2.5})
