@@ -15,7 +15,6 @@ from research.config import ConfigError
 from research.training import flops, inspection, profile, report
 from research.training.checkpoints import FOLDER, Checkpoints
 from research.training.interruption import Interruption
-from research.training.loss import bits_per_byte
 from research.training.trainer import Trainer
 
 
@@ -91,10 +90,9 @@ def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance)
             last = step == config.train.steps
             evaluating = last or _due(step, config.train.eval_every)
             if evaluating or _due(step, config.train.log_every):
-                row |= {"bits_per_byte": bits_per_byte(row["loss"]), **meter.read()}
+                row |= meter.read()
                 if evaluating:
                     row |= {f"val_{name}": value for name, value in trainer.evaluate(config.train.eval_batches).items()}
-                    row["val_bits_per_byte"] = bits_per_byte(row["val_loss"])
                     _require_finite(row, step, folder, trainer)
                 tracker.log(step, row)
             if last or _due(step, config.train.checkpoint_every):
@@ -114,13 +112,14 @@ def _stop(signal: str, config, trainer: Trainer, checkpoints: Checkpoints, saved
 
 
 def _require_finite(row: dict[str, float], step: int, folder: pathlib.Path, trainer: Trainer) -> None:
-    for name in ("loss", "grad_norm", "val_loss"):
-        if not math.isfinite(row.get(name, 0.0)):
+    """Raises NonFiniteLossError where a number of the row is not finite, having kept what led there."""
+    for name in ("loss", "grad_norm", *row):  # where several are not, the loss is what is told of
+        if not math.isfinite(value := row.get(name, 0.0)):
             try:
-                where = inspection.keep(folder, trainer)
+                where = inspection.keep(folder, trainer, validating=name.startswith("val_"))
             except OSError as error:
                 where = f"its state and batch could not be kept: {error}"
-            raise errors.NonFiniteLossError(f"{name} is {row[name]} at step {step}; {where}")
+            raise errors.NonFiniteLossError(f"{name} is {value} at step {step}; {where}")
 
 
 def _due(step: int, every: int) -> bool:
@@ -154,9 +153,10 @@ def _outcome(rows: list[dict[str, float]]) -> dict[str, float]:
     """Where the losses ended, and the typical speed; the last row has a validation."""
     last, steady = rows[-1], rows[config_lib.WARM_UP_STEPS :] or rows
     typical = {
-        name: statistics.median(row[name] for row in steady)
+        # Where the rows are of several devices' kinds, some may lack a number: mfu is told of known chips only.
+        name: statistics.median(row[name] for row in steady if name in row)
         for name in ("step_seconds", "tokens_per_second", "mfu")
-        if name in last
+        if any(name in row for row in steady)
     }
     return {
         "steps": last["step"],

@@ -13,7 +13,7 @@ import rich.console
 from research.config import ConfigError, base_config
 from research.measure import chips
 from research.model import spec as model_spec
-from research.training import dry_run, flops, optimizer, profile, run
+from research.training import dry_run, flops, loop, optimizer, profile, run, trainer
 from research.training import step as step_lib
 from tests import oracles, tiny
 
@@ -58,6 +58,31 @@ def test_utilisation_is_told_for_chips_that_are_known(monkeypatch):
     assert flops.utilisation(1e12) == {}
     monkeypatch.setattr(chips, "of_device", lambda kind: chips.CHIPS["TPU v5"] if kind == "cpu" else None)
     assert flops.utilisation(459e12 / 4) == {"mfu": 0.25}
+
+
+@pytest.mark.parametrize("known", [slice(5, None), slice(None, 5)], ids=["ended on a known chip", "begun on one"])
+def test_a_run_on_chips_of_which_only_one_is_known(known):
+    rows = [{"step": i, "loss": 1.0, "step_seconds": 2.0, "tokens_per_second": 3.0} for i in range(1, 9)]
+    rows[-1]["val_loss"] = 0.5
+    for row in rows[known]:
+        row["mfu"] = 0.25
+    told = {"steps": 8, "final_loss": 1.0, "val_loss": 0.5, "step_seconds": 2.0, "tokens_per_second": 3.0, "mfu": 0.25}
+    assert loop._outcome(rows) == told
+    for row in rows:
+        row.pop("mfu", None)
+    assert "mfu" not in loop._outcome(rows)
+
+
+def test_validation_is_compiled_before_the_first_step(tmp_path):
+    """Out of memory there is known at once, not after the last step."""
+    config = tiny.get_config()
+    training = trainer.Trainer(config)
+    training.compile()
+    assert isinstance(training._measures, jax.stages.Compiled)
+    _, shapes_of = shapes(config)
+    arguments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes_of.params))
+    assert arguments <= training.cost["eval_argument_bytes"] < arguments * 1.2
+    assert {f"eval_{name}" for name in ("lower_seconds", "compile_seconds", "temp_bytes")} <= training.cost.keys()
 
 
 def test_trace_of_the_steps_after_warming_up(tmp_path):
@@ -123,6 +148,11 @@ def test_dry_run_tells_everything_runs_nothing_and_leaves_nothing(tmp_path, monk
     moments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.opt_state))
     assert sizes["optimizer"] == f"{moments / 2**20:,.1f}"
     assert float(sizes["in all"]) > float(sizes["temporaries"]) > 0
+    # A dense model's validation: parameters and the optimizer's state stay, and temporaries come.
+    resident = (parameters * 4 + moments) / 2**20
+    assert float(sizes["temporaries of validation"]) > 0
+    expected = resident + float(sizes["temporaries of validation"])
+    assert float(sizes["in all, validating"]) == pytest.approx(expected, abs=0.2)
 
 
 def test_dry_run_refuses_what_cannot_run():
