@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from research import errors, experiment, tracking
-from research.config import ConfigError
+from research.config import ConfigError, check_precision
 
 INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
 INTERRUPTED_EXIT = os.EX_TEMPFAIL  # 75, by which a scheduler knows that the run goes on when it is started again
@@ -37,6 +37,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
         del argv
         logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
         try:
+            check_precision()
             sys.exit(main())
         except Exception as error:
             _report(error)

@@ -32,7 +32,7 @@ class State(NamedTuple):
 def init(
     spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int, sharding: jax.sharding.Sharding | None = None
 ) -> State:
-    """The state before the first update, laid out as `sharding` says.
+    """The state before the first update, laid out as `sharding` says; `seed` is from 0 to 2**32 - 1.
 
     Parameters depend neither on the backend nor on the length, so they are made by the dense one, on the shortest
     sequence that has a compressed entry of every kind: Haiku runs the whole model for it.
@@ -47,7 +47,9 @@ def init(
         params = model.init(key, tokens, tokens, tokens)
         return State(params, optimizer.init(params))
 
-    return jax.jit(create, out_shardings=sharding)(jax.random.key(seed))
+    # Named, for JAX's defaults are the environment's to change, and with them the numbers of a seed.
+    with jax.threefry_partitionable(True):
+        return jax.jit(create, out_shardings=sharding)(jax.random.key(seed, impl="threefry2x32"))
 
 
 def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:

@@ -5,11 +5,14 @@ import io
 import json
 import re
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
 
+from research.attention import index_scores
 from research.config import ConfigError, base_config
 from research.measure import chips
 from research.model import spec as model_spec
@@ -44,14 +47,79 @@ def test_flops_are_counted_by_hand(tied, stage, weight):
         local = np.minimum(np.arange(S) + 1, 8)
         if kind == "csa":
             seen = local + np.minimum(seen - local, 3 if stage == "sparse" else S)
-            taught = H * D * (seen - local).sum() if weight and stage != "dense" else 0
+            attended = (seen - local).sum()
         forward += 2 * products[kind] * S + 2 * 2 * H * D * seen.sum()
     indexer = 6 * 3 * 8 + 4 * E * 8 + E * 3
-    scored = sum((t + 1) // 4 for t in range(S)) * 3 * 8
+    scored = sum((t + 1) // 4 for t in range(S))
     passes = 3 if stage != "warmup" else 1
     index_passes = {"dense": 0, "warmup": 3, "sparse": 3 if weight else 1}[stage]
-    whole = passes * 2 * (forward + 257 * E * S) + 2 * 2 * (index_passes * (indexer * S + scored) + taught)
+    learns = index_passes == 3
+    scores = (scored * (index_passes > 0) + 2 * attended * learns) * 3 * 8
+    taught = H * D * attended * learns
+    whole = passes * 2 * (forward + 257 * E * S) + 2 * 2 * (index_passes * indexer * S + scores + taught)
     assert flops.per_token(spec, S, state.params) == pytest.approx(whole / S, rel=1e-12)
+
+
+@pytest.mark.parametrize(("seq_len", "expected"), [(16_384, 7.7e5), (131_072, 4.454e6)])
+def test_the_sparse_loss_scores_what_is_selected(seq_len, expected):
+    """By closed formula: over c complete entries, forward for all, and two products backward for `top_k` of them.
+
+    A layer's loss adds, beside the backward pass of the indexer's matrices, those two and the teacher's product.
+    """
+    config = base_config()
+    config.model.layers, config.attention.top_k = ("csa",), 512
+    attention, width = config.attention, 2 * 4 * 32
+    complete, all_selected = seq_len // 4, attention.top_k
+    pairs = sum(range(complete + 1)) * 4 - 3 * complete  # the last token of a window is the first to see its entry
+    selected = sum(range(all_selected)) * 4 + (seq_len + 1 - 4 * all_selected) * all_selected
+    scoring = width * (pairs + 2 * selected) / seq_len
+    assert scoring == pytest.approx(expected, rel=1e-3)
+
+    found = {}
+    for weight in (0.0, 1.0):
+        config.attention.indexer_loss_weight = weight
+        spec, state = shapes(config)
+        found[weight] = flops.per_token(spec, seq_len, state.params)
+    modules = hk.data_structures.traverse(state.params)
+    matrices = sum(
+        x.size for module, name, x in modules if "indexer" in module and name not in ("scale", "position_bias")
+    )
+    teacher = 2 * selected / seq_len * attention.heads * attention.head_width
+    added = 2 * width * selected / seq_len + teacher + 2 * 2 * matrices
+    assert found[1.0] - found[0.0] == pytest.approx(added, rel=1e-9)
+    # Without the loss, scores are computed once: for the rest of the model's cost the closed formula has no say.
+    config.attention.csa_stage = "dense"
+    config.attention.indexer_loss_weight = 1.0
+    spec, state = shapes(config)
+    all_attended = flops.per_token(spec, seq_len, state.params)
+    dense = 12 * attention.heads * attention.head_width * (pairs - selected) / seq_len
+    assert found[0.0] - (all_attended - dense) == pytest.approx(width * pairs / seq_len + 2 * matrices, rel=1e-9)
+
+
+def test_scores_cost_what_the_compiler_counts():
+    """What one more channel of an index head adds, by XLA's own account: for C entries forward, for K both passes."""
+    queries, heads, entries, selected = 8, 2, 64, 16
+
+    def products(program, count):
+        def counted(width):
+            q, keys, weights = (
+                jnp.ones((1, queries, heads, width)),
+                jnp.ones((1, count, width)),
+                jnp.ones((1, queries, 2)),
+            )
+            compiled = jax.jit(program).lower(index_scores.Index(q, keys, weights)).compile()
+            return compiled.cost_analysis()["flops"]
+
+        return (counted(48) - counted(16)) / 32
+
+    def scores(index):
+        return index_scores.index_scores(index, index_scores.Scoring(heads_at_once=heads))
+
+    forward = products(scores, entries)
+    assert forward == pytest.approx(2 * queries * heads * entries, rel=0.02)
+    both = products(jax.value_and_grad(lambda index: (scores(index) ** 2).sum()), selected)
+    backward = both - products(scores, selected)
+    assert backward == pytest.approx(2 * 2 * queries * heads * selected, rel=0.05)
 
 
 def test_utilisation_is_told_for_chips_that_are_known(monkeypatch):

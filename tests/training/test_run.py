@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from research import errors, tracking
-from research.config import ConfigError
+from research.config import MOST_SEED, ConfigError
 from research.model import language_model
 from research.model import spec as model_spec
 from research.training import checkpoints, inspection, loop, optimizer, run, trainer
@@ -98,6 +98,24 @@ def test_rerun_is_bitwise_equal(root, unbroken):
     train(again)
     assert rows(folder_of(again)) == rows(folder_of(unbroken))
     jax.tree.map(np.testing.assert_array_equal, final_state(again), final_state(unbroken))
+
+
+def test_a_seed_makes_one_state_whatever_the_environment_prefers():
+    def first():
+        config = tiny.get_config()
+        return step_lib.init(model_spec.from_config(config), optimizer.build(config), MOST_SEED).params
+
+    usual = first()
+    others = {"jax_default_prng_impl": "rbg", "jax_threefry_partitionable": False}
+    before = {name: getattr(jax.config, name) for name in others}
+    try:
+        for name, other in others.items():
+            jax.config.update(name, other)
+        again = first()
+    finally:
+        for name, setting in before.items():
+            jax.config.update(name, setting)
+    jax.tree.map(np.testing.assert_array_equal, again, usual)
 
 
 def test_recall_is_scored_by_distance(root):
