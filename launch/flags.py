@@ -13,7 +13,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from research import errors, experiment
-from research.config import ConfigError
+from research.config import ConfigError, check_precision
 from research.runs import files
 
 INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
@@ -40,6 +40,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
         logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         try:
+            check_precision()
             sys.exit(main())
         except Exception as error:
             _report(error)

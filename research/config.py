@@ -8,6 +8,7 @@ dataclasses (`research.model.spec`). Integers use 0 for "unset"; no field is Non
 import dataclasses
 import math
 
+import jax
 import ml_collections
 
 from research import data as data_lib
@@ -20,6 +21,7 @@ from research.model.language_model import REMAT
 
 AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
+MOST_SEED = 2**32 - 1  # JAX makes its first key from 32 bits of an integer, without a word about the others
 WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
 _SCORING = ("index_backend", "index_heads_at_once", "index_entries_at_once")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
@@ -148,8 +150,9 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
       ConfigError: a setting is impossible, or has no effect together with the others.
       NotImplementedError: the chosen backend cannot serve the request.
     """
-    if config.seed < 0:
-        raise _error("seed", config.seed, "0 or more")
+    check_precision()
+    if type(config.seed) is not int or not 0 <= config.seed <= MOST_SEED:
+        raise _error("seed", config.seed, f"an integer from 0 to {MOST_SEED}, of which no two make the same numbers")
     _check_model(config.model)
     _check_attention(config.attention)
     _check_rope(config.rope)
@@ -168,6 +171,20 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
                     f"config.{name}={setting}: the interpreted splash kernel cannot be recomputed; "
                     f"use {off} here, or another backend"
                 )
+
+
+def check_precision() -> None:
+    """Refuses JAX's 64-bit mode, under which the same config would make other numbers, with other rounding.
+
+    Asked of JAX itself: it is as well set by `jax.config` as by the environment.
+
+    Raises:
+      ConfigError: the mode is on.
+    """
+    if jax.config.jax_enable_x64:
+        raise ConfigError(
+            "JAX_ENABLE_X64=1: must be 0, also as jax_enable_x64 of jax.config: other numbers would come of one config"
+        )
 
 
 def effective(config: ml_collections.ConfigDict, platform: str | None = None) -> dict[str, backends.Effective]:

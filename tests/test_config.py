@@ -132,7 +132,9 @@ def test_every_field_is_read(monkeypatch, tmp_path):
 PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
 SPLASH = {"attention.backend": "splash"}
 REFUSED = [
-    ({"seed": -1}, "seed=-1: must be 0 or more"),
+    ({"seed": -1}, "seed=-1: must be an integer from 0 to 4294967295"),
+    ({"seed": 2**32}, "seed=4294967296: must be an integer from 0 to 4294967295"),
+    ({"seed": 2**64 + 1}, "seed=18446744073709551617: must be an integer from 0 to"),
     ({"model.layers": ()}, r"model.layers=\(\): must be a non-empty tuple with members among sliding, hca, csa"),
     ({"model.layers": ("hca,csa",)}, r"model.layers=\('hca,csa',\): must be .* among sliding, hca, csa"),
     ({"model.layers": ("hca", "HCA")}, r"model.layers=\('hca', 'HCA'\): must be .* among sliding, hca, csa"),

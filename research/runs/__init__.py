@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, its records, its checkpoints; nothing of it is lost and nothing read is changed."""
+"""What a run leaves: its folder, records and checkpoints. Nothing of it is lost, and reading changes nothing."""

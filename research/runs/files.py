@@ -1,6 +1,6 @@
 """Small files that are whole or absent: JSON, and JSON lines. Nothing heavy is imported here.
 
-A file is written under a temporary name, brought to the disk and renamed. Of JSON lines, only the last may be cut short,
+A file is written under a temporary name, brought to the disk and renamed. Of JSON lines only the last may be cut short,
 by a kill while it was appended; every other damage is an error that names file and line.
 """
 
@@ -56,14 +56,14 @@ def read_json(path: pathlib.Path) -> Any:
 
 
 def append_line(path: pathlib.Path, row: dict[str, Any]) -> None:
-    """Appends a row to a file of JSON lines; numbers must be finite. What `repair_lines` mends must have been mended."""
+    """Appends a row, of finite numbers, to a file of JSON lines that `repair_lines` has seen."""
     line = json.dumps(row, allow_nan=False) + "\n"
     with errors.of_disk(path), open(path, "a", encoding="utf-8") as file:
         file.write(line)
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, none where there is no file; a last line cut short is left out, with a warning.
+    """The rows of a file of JSON lines, none where there is no file; a last line cut short is left out with a warning.
 
     Raises:
       DamagedError: another line is no row; names it.

@@ -110,8 +110,8 @@ def read_rows(folder: pathlib.Path) -> list[dict[str, Any]]:
 def start_rows(folder: pathlib.Path, step: int, restored: bool) -> str:
     """Makes `metrics.jsonl` that of a run that has done `step` updates; says in a line what was done with other rows.
 
-    The rows behind a checkpoint that was restored will be written again, and are dropped. Without one nothing is: a file
-    with rows is kept under another name.
+    The rows behind a checkpoint that was restored will be written again, and are dropped. Without one none is: the file
+    is kept under another name.
     """
     path = folder / METRICS
     files.repair_lines(path)

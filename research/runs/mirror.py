@@ -9,8 +9,8 @@ It is told what to do by lines of JSON on its standard input, and answers on its
     {"folder": ..., "config": {...}, "project": ..., "mode": ...}   the run; answered by {"mode": ...} or {"error": ...}
     {"summary": {...}, "exit_code": 0, "preempted": false}          the end; without it the run has been killed
 
-The first line may also hold a table, which is then all that is sent. {"failed": ...} may be said at any time, and is the
-last that is said: the other rows are in `metrics.jsonl` alone until the next start.
+The first line may also hold a table, which is then all that is sent. {"failed": ...} may be said at any time, as the
+last word: the other rows are in `metrics.jsonl` alone until the next start.
 """
 
 import json
