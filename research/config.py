@@ -139,12 +139,13 @@ def base_config() -> ml_collections.ConfigDict:
     return config.lock()
 
 
-def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> None:
+def validate(config: ml_collections.ConfigDict, platform: str | None = None, *, checks_memory: bool = True) -> None:
     """Checks every field and how they fit together, in milliseconds and without compiling anything.
 
     Args:
       config: a full config, as `base_config` makes it.
       platform: 'cpu', 'gpu' or 'tpu', what it is to run on; None is `backends.platform()`.
+      checks_memory: as in `backends.Target`.
 
     Raises:
       ConfigError: a setting is impossible, or has no effect together with the others.
@@ -159,7 +160,7 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
     _check_data(config)
     _check_training(config)
     _check_distributed(config.distributed)
-    settings = effective(config, platform)
+    settings = effective(config, platform, checks_memory=checks_memory)
     if any(layer.get("interpreted") for layer in settings.values()):
         recomputed = (
             ("model.remat", config.model.remat, "none"),
@@ -187,14 +188,15 @@ def check_precision() -> None:
         )
 
 
-def effective(config: ml_collections.ConfigDict, platform: str | None = None) -> dict[str, backends.Effective]:
+def effective(
+    config: ml_collections.ConfigDict, platform: str | None = None, *, checks_memory: bool = True
+) -> dict[str, backends.Effective]:
     """The settings that each kind of layer in the model will really use, its backend's name among them.
 
     Arguments and errors as `validate`, as far as attention goes.
     """
     try:
-        with backends.compiling_for(platform or backends.platform()):
-            settings = _resolve(config)
+        settings = _resolve(model_spec.from_config(config, platform, checks_memory=checks_memory), config.data.seq_len)
     except ValueError as error:
         raise ConfigError(f"config.attention.{error}") from error
     if "csa" not in settings and config.attention.csa_schedule != "auto":
@@ -223,14 +225,15 @@ def alignment(config: ml_collections.ConfigDict) -> int:
     return math.lcm(*(ratios[kind] for kind in config.model.layers)) if config.data.align_starts else 1
 
 
-def _resolve(config) -> dict[str, backends.Effective]:
-    spec = model_spec.from_config(config).attention
+def _resolve(model: model_spec.ModelSpec, seq_len: int) -> dict[str, backends.Effective]:
+    spec = model.attention
     backend = backends.get(spec.backend)
     settings = {}
-    for kind in dict.fromkeys(config.model.layers):
+    for kind in dict.fromkeys(model.layers):
         visibility, options = spec.visibility(kind), spec.options(kind)
         try:
-            resolved = backend.resolve(visibility, config.data.seq_len, spec.head_width, config.model.dtype, options)
+            shape = (seq_len, spec.heads_of_attend, spec.head_width)
+            resolved = backend.resolve(visibility, *shape, model.dtype, options, target=spec.target)
         except ValueError as error:
             # Backends know one schedule; that of CSA layers is a field of its own.
             prefix = "csa_" if kind == "csa" and str(error).startswith("schedule=") else ""
@@ -257,8 +260,6 @@ def _check_attention(attention) -> None:
             raise _error("attention.rope_width", attention.rope_width, f"at most {name}={attention[name]}")
     if attention.rope_width % 2:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
-    if attention.heads_per_call and (attention.heads_per_call < 0 or attention.heads % attention.heads_per_call):
-        raise _error("attention.heads_per_call", attention.heads_per_call, f"0 (all) or a divisor of {attention.heads}")
     if attention.vmem_limit_kib < 0:
         raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
@@ -268,8 +269,11 @@ def _check_attention(attention) -> None:
         raise _error(
             "attention.heads_at_once", at_once, f"0 (all), or divide {attention.heads} by a multiple of {least}"
         )
-    if at_once and attention.heads_per_call > at_once:
-        raise _error("attention.heads_per_call", attention.heads_per_call, f"at most heads_at_once={at_once}")
+    per_call, served = attention.heads_per_call, at_once or attention.heads
+    if per_call < 0 or (per_call and served % per_call):
+        of = f"heads_at_once={at_once}" if at_once else f"heads={served}"
+        allowed = f"0 (all) or one of {backends.divisors(served)}, the divisors of {of}"
+        raise _error("attention.heads_per_call", per_call, allowed)
     _check_stage(attention)
 
 

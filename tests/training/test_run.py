@@ -45,7 +45,7 @@ def final_state(config):
     spec = model_spec.from_config(config)
     like = step_lib.init(spec, optimizer.build(config), config.seed)
     there = folder_of(config) / "checkpoints"
-    return checkpoints.read(there, checkpoints.steps(there)[0], like)
+    return checkpoints.read(there, checkpoints.steps(there)[0], like).state
 
 
 @pytest.fixture(scope="module")
