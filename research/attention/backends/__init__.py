@@ -113,7 +113,7 @@ class Backend(Protocol):
     ) -> jax.Array:
         """Shared-key-value multi-query attention with one softmax over local keys, entries and sink.
 
-        Logits are `q . k / sqrt(D)`; keys serve as values. A row that sees nothing outputs exactly 0.
+        Logits are `q . k / sqrt(D)`, float32; keys serve as values. A row that sees nothing outputs exactly 0.
 
         Args:
           q: [B, S, H, D] queries.
