@@ -111,6 +111,40 @@ def test_blocks_of_nothing_but_padding(strategy, visibility):
     assert not np.asarray(results["out"])[:, 130:386].any()
 
 
+INFINITE = float("inf")
+SINKS = [(-INFINITE, 0.5), (-INFINITE, -INFINITE), (-3.0e38, 3.0e38), (1e30, -1e30), (-2.4e38, 2.4e38)]
+
+
+@functools.cache
+def expected_with(sinks, visibility):
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, lib.blank_blocks(SEQ_LEN))
+    return attention({**arguments, "sinks": np.array(sinks, np.float32)}, visibility, d_out)
+
+
+@every_strategy
+def test_sinks_of_any_size(strategy, visibility):
+    """-inf is no sink; what is below or above all logits is that, also where float32 ends; with packing and padding."""
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, lib.blank_blocks(SEQ_LEN))
+    run = lib.differentiated(strategy, visibility)
+    for sinks in SINKS:
+        results = run({**arguments, "sinks": jnp.array(sinks, jnp.float32)}, d_out)
+        compare(results, expected_with(sinks, visibility))
+        ignored = np.array(sinks) < -1e29
+        assert not np.asarray(results["sinks"])[ignored].any(), f"{sinks}: a gradient of what is ignored"
+
+
+@every_strategy
+def test_a_sink_that_is_no_number_is_never_hidden(strategy, visibility):
+    """NaN and +inf: in every row that sees something, of that head alone."""
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, lib.blank_blocks(SEQ_LEN))
+    run, seen = lib.differentiated(strategy, visibility), np.asarray(lib.blank_blocks(SEQ_LEN)) >= 0
+    good = np.asarray(run({**arguments, "sinks": jnp.zeros(2)}, d_out)["out"])
+    for bad in (np.nan, INFINITE):
+        out = np.asarray(run({**arguments, "sinks": jnp.array((bad, 0.0), jnp.float32)}, d_out)["out"])
+        assert np.isnan(out[seen][:, 0]).all()
+        np.testing.assert_array_equal(out[:, :, 1], good[:, :, 1])
+
+
 def change(arguments, tokens: slice, entries: slice):
     """Other queries and keys at those tokens, other entries there."""
     changed = dict(arguments)
@@ -165,7 +199,7 @@ def log_sums(exact, visibility) -> np.ndarray:
     keys = np.concatenate([exact["local"][0], exact["compressed"][0]])
     selected = None if exact["selected"] is None else exact["selected"][0]
     mask = visible(visibility, exact["segments"][0], selected)[:, None]
-    logits = np.where(mask, exact["q"][0] @ keys.T / np.sqrt(keys.shape[-1]), -np.inf)
+    logits = np.where(mask, exact["q"][0] @ keys.T / np.sqrt(keys.shape[-1]), -INFINITE)
     return np.logaddexp(np.logaddexp.reduce(logits, axis=-1), exact["sinks"])
 
 

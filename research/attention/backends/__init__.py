@@ -120,7 +120,8 @@ class Backend(Protocol):
           local: [B, S, D] raw keys.
           compressed: [B, C, D] entries, `C == visibility.num_entries(S)`.
           visibility: who sees whom.
-          sinks: float32 [H], one extra logit per head that adds to the softmax's denominator alone.
+          sinks: float32 [H], one extra logit per head that adds to the softmax's denominator alone. -inf is no sink,
+            its gradient 0; NaN and +inf give NaN.
           segments: int32 [B, S], >= 0 for a document, -1 for padding; None means one document.
           selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice, at
             most `top_k` of a query's entries.

@@ -201,7 +201,9 @@ def _forward(plan, q, keys, marks, sinks):
         peak = jnp.full((plan.block_q, plan.heads, 1), _LOWEST_PEAK)
         total = jnp.zeros_like(peak)
         if sinks is not None:
-            peak, total = jnp.broadcast_to(sinks[None, :, None], peak.shape), jnp.ones_like(peak)
+            sink = sinks[None, :, None]  # not the peak itself: one of -inf would make masked keys the highest
+            peak = jnp.maximum(peak, sink)
+            total = jnp.exp(sink - peak)
         state = (peak, total, jnp.zeros((plan.block_q, plan.heads, width)))
         local = _slice(keys["local"], block * plan.block_q, plan.reach + plan.block_q)
         state = _fold(state, q_block, local, plan.local_mask(block, marks))
