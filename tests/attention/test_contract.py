@@ -145,6 +145,19 @@ def test_a_sink_that_is_no_number_is_never_hidden(strategy, visibility):
         np.testing.assert_array_equal(out[:, :, 1], good[:, :, 1])
 
 
+@pytest.mark.parametrize(
+    ("strategy", "visibility"), lib.parameters({"csa": SMALL["csa"]}, SEQ_LEN, quick=lambda _, s: steps_unset(s))
+)
+def test_of_more_selected_entries_than_top_k_the_first_are_attended(strategy, visibility):
+    """Of those that a query sees: what is selected but hidden takes nobody's place. Everything selected, and half."""
+    segments = lib.blank_blocks(SEQ_LEN)
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, segments)
+    for share in (1.0, 0.5):
+        chosen = np.random.default_rng(0).random(arguments["selected"].shape) < share
+        over = {**arguments, "selected": jnp.asarray(chosen)}
+        compare(lib.differentiated(strategy, visibility)(over, d_out), attention(over, visibility, d_out))
+
+
 def change(arguments, tokens: slice, entries: slice):
     """Other queries and keys at those tokens, other entries there."""
     changed = dict(arguments)

@@ -106,6 +106,13 @@ def test_loss_equals_loops(packing, sinks, sparse):
     np.testing.assert_allclose(again, total, rtol=1e-6)
 
 
+def test_of_more_selected_entries_than_top_k_the_first_count():
+    index, heads, segments, selected = random_arguments()
+    over = jnp.ones_like(selected)
+    expected = expected_kl(in_float64(index), in_float64(heads), np.asarray(segments), over)
+    np.testing.assert_allclose(jax.jit(kl)(index, heads, segments, over).total, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("sinks", [(-np.inf, 0.3), (-np.inf, -np.inf), (-3e38, 20.0), (3e38, 0.3)])
 def test_sinks_of_any_size_equal_loops(sinks):
     index, heads, segments, selected = random_arguments()

@@ -123,8 +123,8 @@ class Backend(Protocol):
           sinks: float32 [H], one extra logit per head that adds to the softmax's denominator alone. -inf is no sink,
             its gradient 0; NaN and +inf give NaN.
           segments: int32 [B, S], >= 0 for a document, -1 for padding; None means one document.
-          selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice, at
-            most `top_k` of a query's entries.
+          selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice. Of more than
+            `top_k` entries that a query sees and has selected, the first `top_k` by index are attended.
           options: see `Options`.
           prepared: `prepare`'s result for the same visibility, segments and options; None: made here, if needed.
 

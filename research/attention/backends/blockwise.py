@@ -95,6 +95,7 @@ def attend(
     if effective.get("schedule") == "gather":
         marks["picked"] = jax.lax.map(lambda one: plan.pick(*one), (plan.pad_tokens(selected, False), marks))
     elif selected is not None:
+        selected = selection.capped(visibility, segments, selected)  # as gathering has K places
         marks["selected"] = plan.pad_entries(plan.pad_tokens(selected, False), axis=2, value=False)
     out = jax.lax.map(lambda one: _attend(plan, *one, sinks), (plan.pad_tokens(q, 0), keys, marks))
     return out[:, :seq_len]

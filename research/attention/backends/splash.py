@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from research.attention import backends, layout, schedules
+from research.attention import backends, layout, schedules, selection
 from research.attention import tokamax_splash as splash
 from research.attention.schedules import closed_form, scalar_memory
 
@@ -83,7 +83,7 @@ def attend(
         "q": q,
         "keys": lay.join_keys(local, compressed),
         "ids": None if segments is None else lay.segment_ids(segments),
-        "selected": selected,
+        "selected": None if selected is None else selection.capped(visibility, segments, selected),
         "mask": prepared,
     }
     heads = _Heads(lay, options.heads_per_call or q.shape[2], effective["vmem_limit_kib"], q.shape[3] ** -0.5)
