@@ -13,7 +13,7 @@ import ml_collections
 
 from research import data as data_lib
 from research.attention import backends
-from research.attention.spec import KINDS, STAGES
+from research.attention.spec import ANGLES, KINDS, STAGES
 from research.errors import ConfigError
 from research.measure import chips
 from research.model import spec as model_spec
@@ -82,6 +82,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.rope.yarn_original_length = 65_536
     config.rope.yarn_beta_fast = 32.0
     config.rope.yarn_beta_slow = 1.0
+    config.rope.angles = "exact"  # at any position; reference: float32 products, for parity with published weights
 
     config.data = ml_collections.ConfigDict()
     config.data.task = "text"  # text; recall: pairs of key and value, asked for later; needle: one pair, asked for last
@@ -295,6 +296,7 @@ def _check_rope(rope) -> None:
     _positive(rope, "rope", *names)
     if rope.yarn_factor < 1:
         raise _error("rope.yarn_factor", rope.yarn_factor, "at least 1 (no YaRN)")
+    _one_of("rope.angles", rope.angles, ANGLES)
 
 
 def _check_data(config) -> None:

@@ -9,7 +9,7 @@ def visible(visibility, segments, selected=None) -> np.ndarray:
     """Who sees whom in one sequence, token by token.
 
     Args:
-      visibility: read for its numbers only: `window`, and `ratio` where it has one.
+      visibility: read for its numbers only: `window`, and `ratio` and `top_k` where it has them.
       segments: S ids, negative for padding.
       selected: None, or bool [S, C].
 
@@ -26,10 +26,12 @@ def visible(visibility, segments, selected=None) -> np.ndarray:
             continue
         for j in range(seq_len):
             mask[t, j] = j <= t and j > t - visibility.window and segments[j] == document
+        room = entries if selected is None else visibility.top_k
         for c in range(entries):
             pooled = range(c * ratio, (c + 1) * ratio)
-            chosen = selected is None or selected[t, c]
+            chosen = selected is None or (selected[t, c] and room > 0)
             mask[t, seq_len + c] = chosen and all(token <= t and segments[token] == document for token in pooled)
+            room -= mask[t, seq_len + c]
     return mask
 
 

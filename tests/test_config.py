@@ -139,6 +139,7 @@ REFUSED = [
     ({"model.layers": ("hca,csa",)}, r"model.layers=\('hca,csa',\): must be .* among sliding, hca, csa"),
     ({"model.layers": ("hca", "HCA")}, r"model.layers=\('hca', 'HCA'\): must be .* among sliding, hca, csa"),
     ({"model.dtype": "float16"}, "model.dtype='float16': must be one of float32, bfloat16"),
+    ({"rope.angles": "rounded"}, "rope.angles='rounded': must be one of exact, reference"),
     ({"model.remat": "full"}, "model.remat='full': must be one of none, block"),
     ({"attention.backend": "flash"}, "attention.backend='flash': must be one of auto, dot_product, .*splash"),
     ({**SPLASH, "attention.schedule": "lazy"}, "attention.schedule='lazy': must be auto or one of .*static"),

@@ -23,7 +23,7 @@ class Compressor(hk.Module):
       width: channels of an entry.
       overlap: whether windows overlap, as in CSA.
       norm_eps: of the entry's RMS norm.
-      freqs: float32, from `rope.frequencies`.
+      freqs: from `rope.frequencies`.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class Indexer(hk.Module):
       heads: index heads.
       width: channels of an index head.
       norm_eps: of the compressed keys' RMS norm.
-      freqs: float32, from `rope.frequencies`.
+      freqs: from `rope.frequencies`.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ def _over_blocks(step, start, visibility, index, heads, segments, selected):
         sees_local = visibility.sees_local(t[:, None], j[None])[None]
         sees_local &= visibility_lib.same_segment(of_query[:, :, None], of_key[:, None, :])
         visible = selection.visible_to(visibility, t, of_query, of_entry)
-        seen = visible & attended["selected"] if attended else visible
+        seen = selection.at_most(visible & attended["selected"], visibility.top_k) if attended else visible
         block_heads = heads._replace(q=q, local=band)
         return step(carry, _Block(Index(index_q, index.keys, weights), block_heads, sees_local, visible, seen))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from research.attention import visibility as visibility_lib
 
 _BLOCK_Q = 128  # queries at a time, where an array over all of them and all entries is to be avoided
+_GROUP = 128  # entries that are counted together
 
 
 def visible_entries(visibility: visibility_lib.HeavilyCompressed, segments: jax.Array) -> jax.Array:
@@ -55,11 +56,50 @@ def membership(scores: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
     return above | (tied & (jnp.cumsum(tied, axis=-1) <= room))
 
 
+def capped(visibility: visibility_lib.CompressedSparse, segments: jax.Array | None, selected: jax.Array) -> jax.Array:
+    """Of each query's selected entries, where it sees more than `top_k` of them, the first `top_k` by index.
+
+    `membership` never gives more. A selection that does would mean one thing where entries are gathered, K of them, and
+    another where they are masked. Costs a pass over the booleans, which are made for a block of queries at a time.
+
+    Args:
+      visibility: who sees whom before the selection, and how many are selected.
+      segments: int32 [B, S]; None means one document.
+      selected: bool [B, S, C].
+
+    Returns:
+      bool [B, S, C].
+    """
+    batch, seq_len, entries = selected.shape
+    if entries <= visibility.top_k:
+        return selected
+    if segments is None:
+        segments = jnp.zeros((batch, seq_len), jnp.int32)
+    of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
+    t, blocks = query_blocks((segments, selected), (visibility_lib.PADDING, False))
+
+    def of_block(block):
+        t, (segments, selected) = block
+        return _end_of_first(selected & visible_to(visibility, t, segments, of_entry), visibility.top_k)
+
+    end = joined(jax.lax.map(of_block, (t, blocks)), seq_len)
+    return selected & (jnp.arange(entries)[None, None] < end)
+
+
+def at_most(selected: jax.Array, most: int) -> jax.Array:
+    """bool [..., C]: of each row's True entries the first `most` by index."""
+    entries = selected.shape[-1]
+    if entries <= most:
+        return selected
+    index = jnp.arange(entries).reshape(*(1,) * (selected.ndim - 1), entries)
+    return selected & (index < _end_of_first(selected, most))
+
+
 def indices(selected: jax.Array, places: int) -> jax.Array:
     """A membership as indices, for gathering: rising, then C where there are no more.
 
     Args:
-      selected: bool [..., C], at most `places` True in each row.
+      selected: bool [..., C]; of more than `places` True in a row the first are taken.
       places: K.
 
     Returns:
@@ -101,6 +141,23 @@ def joined(blocks: jax.Array, seq_len: int) -> jax.Array:
     """[blocks, B, Q, ...] back to [B, S, ...]."""
     count, batch, size = blocks.shape[:3]
     return jnp.moveaxis(blocks, 0, 1).reshape(batch, count * size, *blocks.shape[3:])[:, :seq_len]
+
+
+def _end_of_first(selected: jax.Array, most: int) -> jax.Array:
+    """int32 [..., 1]: where a row's first `most` True entries end, anywhere before the next one.
+
+    By counts of groups of entries, and ranks within one group: a running sum over all entries takes longer (LOG.md).
+    """
+    entries = selected.shape[-1]
+    widths = [(0, 0)] * (selected.ndim - 1) + [(0, -entries % _GROUP)]
+    groups = jnp.pad(selected, widths).reshape(*selected.shape[:-1], -1, _GROUP)
+    up_to = jnp.cumsum(groups.sum(axis=-1, dtype=jnp.int32), axis=-1)
+    whole = jnp.sum(up_to <= most, axis=-1, keepdims=True, dtype=jnp.int32)  # groups without an entry too many
+    room = most - jnp.max(jnp.where(up_to <= most, up_to, 0), axis=-1, keepdims=True)
+    at = jnp.minimum(whole, groups.shape[-2] - 1)
+    broken = jnp.take_along_axis(groups, at[..., None], axis=-2)[..., 0, :]
+    within = jnp.cumsum(broken, axis=-1, dtype=jnp.int32) <= room
+    return whole * _GROUP + jnp.sum(within, axis=-1, keepdims=True, dtype=jnp.int32)
 
 
 def _kth_largest(x: jax.Array, k: int) -> jax.Array:

@@ -9,6 +9,8 @@ KINDS = ("sliding", "hca", "csa")
 # How CSA is trained, one after the other (DeepSeek-V3.2, section 2.1.1): attention to all entries; the same with the
 # indexer alone in training; attention to the selected entries, everything in training.
 STAGES = ("dense", "warmup", "sparse")
+# How RoPE's angles are made: exact at every position, or float32 products, as published weights were trained with.
+ANGLES = ("exact", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class RopeSpec:
     yarn_original_length: int
     yarn_beta_fast: float
     yarn_beta_slow: float
+    angles: str = "exact"
 
 
 @dataclasses.dataclass(frozen=True)

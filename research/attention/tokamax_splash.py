@@ -3,6 +3,10 @@
 tokamax does not let its caller say how much vector memory (VMEM) a kernel may take, and the compiler's flag for it is
 for the whole program: with it raised, every product of matrices takes several times as long to compile. So we load an
 instance of tokamax's module of our own, and add the limit there, where it touches nobody else.
+
+Nor does it scale logits: its callers scale q, and for the base-2 exponential it multiplies q by log2(e) again, both
+rounded to q's dtype. In bfloat16 the log-sum-exp was off by 0.03 (LOG.md). Our instance scales the logits themselves,
+which are float32, and takes the natural exponential: q arrives as it is.
 """
 
 import contextlib
@@ -28,13 +32,14 @@ __all__ = [
     "SplashConfig",
     "allows_rank_promotion",
     "backward",
+    "logit_scale",
     "make_dynamic_splash_mqa",
     "make_splash_mqa_single_device",
     "process_mask",
     "vmem_limit",
 ]
 
-_limit = jax.make_user_context(0)  # a context that jax.jit's caches know of
+_limit, _scale = jax.make_user_context(0), jax.make_user_context(1.0)  # contexts that jax.jit's caches know of
 
 
 def _compiler_params(**settings) -> pltpu.CompilerParams:
@@ -46,6 +51,8 @@ def _own_kernels() -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.pltpu = types.SimpleNamespace(**{**vars(pltpu), "CompilerParams": _compiler_params})
+    masked = module._apply_mask_and_soft_cap  # what every kernel makes of its product, in float32, before the softmax
+    module._apply_mask_and_soft_cap = lambda logits, *args, **kwargs: masked(logits * _scale.value, *args, **kwargs)
     return module
 
 
@@ -55,6 +62,11 @@ kernels = _own_kernels()
 def vmem_limit(kib: int) -> contextlib.AbstractContextManager:
     """Within it, kernels that are traced may take that much vector memory; 0 is the compiler's default."""
     return _limit(kib * 1024)
+
+
+def logit_scale(scale: float) -> contextlib.AbstractContextManager:
+    """Within it, kernels that are traced multiply q . k by it, in float32; their gradients of q and k lack it."""
+    return _scale(scale)
 
 
 # Decorates what runs tokamax's code, which mixes ranks even where `jax_numpy_rank_promotion` forbids it to ours.
@@ -75,16 +87,14 @@ def backward(kernel, q, keys, ids, out, logsumexp, d_out) -> tuple[jax.Array, ja
     """The kernel's own backward pass, apart from its forward one.
 
     Args:
-      kernel: a shared-key kernel.
+      kernel: a shared-key kernel of the natural exponential.
       q, keys, ids: what it was called with, [H, q_len, D], [kv_len, D] as keys and values, and `SegmentIds` or None.
-      out, logsumexp: what it gave, [H, q_len, D] and, in natural base, float32 [H, q_len].
+      out, logsumexp: what it gave, [H, q_len, D] and float32 [H, q_len].
       d_out: [H, q_len, D].
 
     Returns:
-      The gradients of q, and of keys as keys and as values.
+      The gradients of q, and of keys as keys and as values; the first two without the factor `logit_scale`.
     """
     settings = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
-    if settings["config"].use_base2_exp:
-        logsumexp = logsumexp * kernels.LOG2E
     residuals = (q, keys, keys, ids, None, out, logsumexp, kernel.dkv_mask_info, *([None] if _HAS_KEY else []))
     return kernels._splash_attention_bwd(save_residuals=False, **settings, res=residuals, grads=d_out)[2:5]

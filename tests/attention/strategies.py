@@ -106,15 +106,17 @@ def blank_blocks(seq_len: int) -> np.ndarray:
     return np.array([[0] * 130 + [-1] * 256 + [1] * 126])
 
 
-def inputs(visibility: Visibility, seq_len: int, segments=None, *, sinks=True, batch=1, dtype=jnp.float32, seed=0):
+def inputs(
+    visibility: Visibility, seq_len: int, segments=None, *, sinks=True, batch=1, dtype=jnp.float32, seed=0, width=WIDTH
+):
     """Random arguments of `attend`, and a cotangent. Keys lie within [-1, 1], and so do outputs."""
     rng = np.random.default_rng(seed)
     batch = batch if segments is None else len(segments)
     entries = visibility.num_entries(seq_len)
     arguments = {
-        "q": jnp.asarray(3 * rng.standard_normal((batch, seq_len, HEADS, WIDTH)), dtype),
-        "local": jnp.asarray(rng.uniform(-1, 1, (batch, seq_len, WIDTH)), dtype),
-        "compressed": jnp.asarray(rng.uniform(-1, 1, (batch, entries, WIDTH)), dtype),
+        "q": jnp.asarray(3 * rng.standard_normal((batch, seq_len, HEADS, width)), dtype),
+        "local": jnp.asarray(rng.uniform(-1, 1, (batch, seq_len, width)), dtype),
+        "compressed": jnp.asarray(rng.uniform(-1, 1, (batch, entries, width)), dtype),
         "sinks": jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if sinks else None,
         "segments": None if segments is None else jnp.asarray(segments, jnp.int32),
         "selected": None,
@@ -122,23 +124,24 @@ def inputs(visibility: Visibility, seq_len: int, segments=None, *, sinks=True, b
     if visibility.kind == "csa":
         rank = rng.random((batch, seq_len, entries)).argsort(axis=-1)
         arguments["selected"] = jnp.asarray(rank < visibility.top_k)
-    return arguments, jnp.asarray(rng.standard_normal((batch, seq_len, HEADS, WIDTH)), dtype)
+    return arguments, jnp.asarray(rng.standard_normal((batch, seq_len, HEADS, width)), dtype)
+
+
+def differentiate(strategy: Strategy, visibility: Visibility, arguments, d_out, target=None):
+    """ "out" and the gradients, as `oracles.attention` returns them; and all that was kept for the backward pass."""
+    backend, options = backends.get(strategy.backend), strategy.options
+
+    def attend(varied):
+        prepared = backend.prepare(visibility, d_out.shape[1], arguments["segments"], options)
+        settings = {"visibility": visibility, "options": options, "prepared": prepared, "target": target}
+        return backend.attend(**{**arguments, **varied}, **settings)
+
+    varied = {name: arguments[name] for name in DIFFERENTIABLE if arguments[name] is not None}
+    out, pull_back = jax.vjp(attend, varied)
+    return {"out": out, **pull_back(d_out)[0]}, jax.tree.leaves(pull_back)
 
 
 @functools.cache
 def differentiated(strategy: Strategy, visibility: Visibility, target: backends.Target | None = None):
-    """Jitted `(arguments, d_out) -> "out" and the gradients`, as `oracles.attention` returns them."""
-    backend, options = backends.get(strategy.backend), strategy.options
-
-    @jax.jit
-    def run(arguments, d_out):
-        def attend(varied):
-            prepared = backend.prepare(visibility, d_out.shape[1], arguments["segments"], options)
-            settings = {"visibility": visibility, "options": options, "prepared": prepared, "target": target}
-            return backend.attend(**{**arguments, **varied}, **settings)
-
-        varied = {name: arguments[name] for name in DIFFERENTIABLE if arguments[name] is not None}
-        out, pull_back = jax.vjp(attend, varied)
-        return {"out": out, **pull_back(d_out)[0]}
-
-    return run
+    """Jitted `(arguments, d_out) ->` the first of what `differentiate` returns."""
+    return jax.jit(lambda arguments, d_out: differentiate(strategy, visibility, arguments, d_out, target)[0])

@@ -111,6 +111,53 @@ def test_blocks_of_nothing_but_padding(strategy, visibility):
     assert not np.asarray(results["out"])[:, 130:386].any()
 
 
+INFINITE = float("inf")
+SINKS = [(-INFINITE, 0.5), (-INFINITE, -INFINITE), (-3.0e38, 3.0e38), (1e30, -1e30), (-2.4e38, 2.4e38)]
+
+
+@functools.cache
+def expected_with(sinks, visibility):
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, lib.blank_blocks(SEQ_LEN))
+    return attention({**arguments, "sinks": np.array(sinks, np.float32)}, visibility, d_out)
+
+
+@every_strategy
+def test_sinks_of_any_size(strategy, visibility):
+    """-inf is no sink; what is below or above all logits is that, also where float32 ends; with packing and padding."""
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, lib.blank_blocks(SEQ_LEN))
+    run = lib.differentiated(strategy, visibility)
+    for sinks in SINKS:
+        results = run({**arguments, "sinks": jnp.array(sinks, jnp.float32)}, d_out)
+        compare(results, expected_with(sinks, visibility))
+        ignored = np.array(sinks) < -1e29
+        assert not np.asarray(results["sinks"])[ignored].any(), f"{sinks}: a gradient of what is ignored"
+
+
+@every_strategy
+def test_a_sink_that_is_no_number_is_never_hidden(strategy, visibility):
+    """NaN and +inf: in every row that sees something, of that head alone."""
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, lib.blank_blocks(SEQ_LEN))
+    run, seen = lib.differentiated(strategy, visibility), np.asarray(lib.blank_blocks(SEQ_LEN)) >= 0
+    good = np.asarray(run({**arguments, "sinks": jnp.zeros(2)}, d_out)["out"])
+    for bad in (np.nan, INFINITE):
+        out = np.asarray(run({**arguments, "sinks": jnp.array((bad, 0.0), jnp.float32)}, d_out)["out"])
+        assert np.isnan(out[seen][:, 0]).all()
+        np.testing.assert_array_equal(out[:, :, 1], good[:, :, 1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "visibility"), lib.parameters({"csa": SMALL["csa"]}, SEQ_LEN, quick=lambda _, s: steps_unset(s))
+)
+def test_of_more_selected_entries_than_top_k_the_first_are_attended(strategy, visibility):
+    """Of those that a query sees: what is selected but hidden takes nobody's place. Everything selected, and half."""
+    segments = lib.blank_blocks(SEQ_LEN)
+    arguments, d_out = lib.inputs(visibility, SEQ_LEN, segments)
+    for share in (1.0, 0.5):
+        chosen = np.random.default_rng(0).random(arguments["selected"].shape) < share
+        over = {**arguments, "selected": jnp.asarray(chosen)}
+        compare(lib.differentiated(strategy, visibility)(over, d_out), attention(over, visibility, d_out))
+
+
 def change(arguments, tokens: slice, entries: slice):
     """Other queries and keys at those tokens, other entries there."""
     changed = dict(arguments)
@@ -160,12 +207,39 @@ default_strategies = pytest.mark.parametrize(
 )
 
 
+def log_sums(exact, visibility) -> np.ndarray:
+    """[S, H]: of one sequence, the logarithm of all that a row's softmax divides by."""
+    keys = np.concatenate([exact["local"][0], exact["compressed"][0]])
+    selected = None if exact["selected"] is None else exact["selected"][0]
+    mask = visible(visibility, exact["segments"][0], selected)[:, None]
+    logits = np.where(mask, exact["q"][0] @ keys.T / np.sqrt(keys.shape[-1]), -INFINITE)
+    return np.logaddexp(np.logaddexp.reduce(logits, axis=-1), exact["sinks"])
+
+
+def rms(x) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
 @default_strategies
 def test_bfloat16(strategy, visibility):
-    """Weights and partial sums have 8 bits; the sinks and their gradient are float32 all the same."""
-    arguments, d_out = lib.inputs(visibility, 255, lib.documents(255)[:1], dtype=jnp.bfloat16)
-    results = lib.differentiated(strategy, visibility)(arguments, d_out)
-    compare(results, attention(arguments, visibility, d_out), out_tolerance=1e-2, gradient_tolerance=2e-2)
+    """Weights, their gradients and the results have 8 bits; logits and sinks all 24, at any width of the heads.
+
+    Neither 1 / sqrt(32) nor log2(e) fits into 8: no query may be multiplied by them before it meets the keys.
+    """
+    arguments, d_out = lib.inputs(visibility, 255, lib.documents(255)[:1], dtype=jnp.bfloat16, width=32)
+    results, kept = jax.jit(functools.partial(lib.differentiate, strategy, visibility))(arguments, d_out)
+    compare(results, attention(arguments, visibility, d_out), out_tolerance=5e-3, gradient_tolerance=1e-2)
+
+    exact = {name: None if x is None else np.asarray(x) for name, x in arguments.items()}
+    exact |= {name: exact[name].astype(np.float64) for name in ("q", "local", "compressed")}
+    right = attention(exact, visibility, d_out)
+    errors = {name: rms(np.asarray(x, np.float64) - right[name]) / rms(right[name]) for name, x in results.items()}
+    for name, bound in {"out": 2e-3, "q": 3.5e-3, "local": 3.5e-3, "compressed": 3.5e-3}.items():
+        assert errors[name] < bound or not right[name].size, errors
+    if strategy.backend != "dot_product":  # which keeps the weights themselves
+        [logsumexp] = [np.asarray(x[0]) for x in kept if x.dtype == jnp.float32 and x.ndim == 3]
+        logsumexp = logsumexp.T if len(logsumexp) == lib.HEADS else logsumexp
+        np.testing.assert_allclose(logsumexp[:255], log_sums(exact, visibility), rtol=0, atol=3e-6)
 
 
 BLOCKS = {

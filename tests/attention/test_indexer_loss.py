@@ -106,6 +106,26 @@ def test_loss_equals_loops(packing, sinks, sparse):
     np.testing.assert_allclose(again, total, rtol=1e-6)
 
 
+def test_of_more_selected_entries_than_top_k_the_first_count():
+    index, heads, segments, selected = random_arguments()
+    over = jnp.ones_like(selected)
+    expected = expected_kl(in_float64(index), in_float64(heads), np.asarray(segments), over)
+    np.testing.assert_allclose(jax.jit(kl)(index, heads, segments, over).total, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [(-np.inf, 0.3), (-np.inf, -np.inf), (-3e38, 20.0), (3e38, 0.3)])
+def test_sinks_of_any_size_equal_loops(sinks):
+    index, heads, segments, selected = random_arguments()
+    heads = heads._replace(sinks=jnp.array(sinks, jnp.float32))
+    expected = expected_kl(in_float64(index), in_float64(heads), np.asarray(segments), selected)
+    run = jax.jit(jax.value_and_grad(lambda index, heads: kl(index, heads, segments, selected).total))
+    total, gradient = run(index, heads)
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    assert all(np.isfinite(x).all() for x in gradient)
+    if not np.isfinite(heads.sinks).any():
+        np.testing.assert_allclose(total, run(index, heads._replace(sinks=None))[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_gradient_equals_finite_differences(sparse):
     index, heads, segments, selected = random_arguments(sparse=sparse)

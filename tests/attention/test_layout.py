@@ -49,7 +49,7 @@ def test_static_mask_equals_loops(visibility, block_q, block_kv, seq_len):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("block_q", "block_kv", "seq_len"), LENGTHS)
-@pytest.mark.parametrize("visibility", [*VISIBILITIES, CompressedSparse(128, 4, 8)], ids=repr)
+@pytest.mark.parametrize("visibility", [*VISIBILITIES, CompressedSparse(128, 4, 200)], ids=repr)
 def test_runtime_mask_equals_loops(visibility, block_q, block_kv, seq_len, packed):
     layout = lib.make(visibility, seq_len, (block_q,), (block_kv,))
     segments = np.digitize(np.arange(seq_len), [seq_len // 3, seq_len - seq_len // 5]) if packed else None

@@ -6,7 +6,7 @@ import pytest
 from research.attention import selection
 from research.attention.selection import membership, visible_entries
 from research.attention.visibility import CompressedSparse
-from tests.attention.sizes import largest_array
+from tests.attention.sizes import largest_array, temp_bytes
 
 
 def by_sorting(scores: np.ndarray, visible: np.ndarray, top_k: int) -> np.ndarray:
@@ -69,6 +69,32 @@ def test_indices_are_the_selected_entries_in_order(entries, places):
     for row in np.ndindex(2, 7):
         there = np.flatnonzero(selected[row]).tolist()
         assert found[row].tolist() == there + [entries] * (places - len(there))
+
+
+@pytest.mark.parametrize("entries", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("most", [1, 20, 128, 299])
+def test_at_most_keeps_the_first(entries, most):
+    selected = np.random.default_rng(most).random((2, 41, entries)) < np.linspace(0, 1, 41)[:, None]
+    expected = selected & (np.cumsum(selected, axis=-1) <= most)
+    np.testing.assert_array_equal(selection.at_most(jnp.asarray(selected), most), expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_capped_counts_what_a_query_sees(packed):
+    visibility = CompressedSparse(window=8, ratio=4, top_k=5)
+    segments = np.array([[0] * 70 + [1] * 130 + [-1] * 5, [2] * 205], np.int32)
+    selected = np.random.default_rng(0).random((2, 205, 51)) < 0.6
+    capped = selection.capped(visibility, jnp.asarray(segments) if packed else None, jnp.asarray(selected))
+    seen = np.asarray(visible_entries(visibility, jnp.asarray(segments) if packed else jnp.zeros((2, 205), jnp.int32)))
+    expected = selected & seen & (np.cumsum(selected & seen, axis=-1) <= 5)
+    assert (expected.sum(axis=-1) == 5).any()
+    np.testing.assert_array_equal(capped & seen, expected)
+    assert not (capped & ~jnp.asarray(selected)).any()
+
+
+def test_capped_makes_no_array_of_queries_and_entries_but_booleans():
+    visibility, selected = CompressedSparse(window=8, ratio=4, top_k=64), jnp.ones((1, 4096, 1024), bool)
+    assert temp_bytes(lambda x: selection.capped(visibility, None, x), selected) < 1.1 * selected.size
 
 
 @pytest.mark.parametrize("seq_len", [1, 127, 128, 129, 300])

@@ -59,6 +59,7 @@ ROPE = RopeSpec(
     yarn_original_length=65_536,
     yarn_beta_fast=32.0,
     yarn_beta_slow=1.0,
+    angles="reference",
 )
 # Short enough that of the four channel pairs one is kept, one lies on the ramp and two are stretched.
 YARN = dataclasses.replace(ROPE, yarn_factor=16.0, yarn_original_length=256)

@@ -133,17 +133,18 @@ class Backend(Protocol):
     ) -> jax.Array:
         """Shared-key-value multi-query attention with one softmax over local keys, entries and sink.
 
-        Logits are `q . k / sqrt(D)`; keys serve as values. A row that sees nothing outputs exactly 0.
+        Logits are `q . k / sqrt(D)`, float32; keys serve as values. A row that sees nothing outputs exactly 0.
 
         Args:
           q: [B, S, H, D] queries.
           local: [B, S, D] raw keys.
           compressed: [B, C, D] entries, `C == visibility.num_entries(S)`.
           visibility: who sees whom.
-          sinks: float32 [H], one extra logit per head that adds to the softmax's denominator alone.
+          sinks: float32 [H], one extra logit per head that adds to the softmax's denominator alone. -inf is no sink,
+            its gradient 0; NaN and +inf give NaN.
           segments: int32 [B, S], >= 0 for a document, -1 for padding; None means one document.
-          selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice, at
-            most `top_k` of a query's entries.
+          selected: bool [B, S, C], required by and only by `CompressedSparse`: the indexer's choice. Of more than
+            `top_k` entries that a query sees and has selected, the first `top_k` by index are attended.
           options: see `Options`.
           prepared: `prepare`'s result for the same visibility, segments and options; None: made here, if needed.
           target: what the program is compiled for; None is this process's own devices.

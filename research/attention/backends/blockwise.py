@@ -101,9 +101,9 @@ def attend(
     if effective.get("schedule") == "gather":
         marks["picked"] = jax.lax.map(lambda one: plan.pick(*one), (plan.pad_tokens(selected, False), marks))
     elif selected is not None:
+        selected = selection.capped(visibility, segments, selected)  # as gathering has K places
         marks["selected"] = plan.pad_entries(plan.pad_tokens(selected, False), axis=2, value=False)
-    scaled = plan.pad_tokens(q.astype(jnp.float32) * width**-0.5, 0).astype(q.dtype)
-    out = jax.lax.map(lambda one: _attend(plan, *one, sinks), (scaled, keys, marks))
+    out = jax.lax.map(lambda one: _attend(plan, *one, sinks), (plan.pad_tokens(q, 0), keys, marks))
     return out[:, :seq_len]
 
 
@@ -196,7 +196,7 @@ class _Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q, keys, marks, sinks):
-    """One sequence: scaled q [q_len, H, D] -> [q_len, H, D]."""
+    """One sequence: q [q_len, H, D] -> [q_len, H, D]."""
     return _forward(plan, q, keys, marks, sinks)[0]
 
 
@@ -208,7 +208,9 @@ def _forward(plan, q, keys, marks, sinks):
         peak = jnp.full((plan.block_q, plan.heads, 1), _LOWEST_PEAK)
         total = jnp.zeros_like(peak)
         if sinks is not None:
-            peak, total = jnp.broadcast_to(sinks[None, :, None], peak.shape), jnp.ones_like(peak)
+            sink = sinks[None, :, None]  # not the peak itself: one of -inf would make masked keys the highest
+            peak = jnp.maximum(peak, sink)
+            total = jnp.exp(sink - peak)
         state = (peak, total, jnp.zeros((plan.block_q, plan.heads, width)))
         local = _slice(keys["local"], block * plan.block_q, plan.reach + plan.block_q)
         state = _fold(state, q_block, local, plan.local_mask(block, marks))
@@ -235,7 +237,7 @@ def _fold(state, q_block, keys, mask):
     """Adds some keys, [n, D] or each query's own [bq, n, D], to the running softmax (peak, total, weighted sum)."""
     peak, total, out = state
     of = "kd" if keys.ndim == 2 else "qkd"
-    logits = jnp.where(mask, _dot(f"qhd,{of}->qhk", q_block, keys), MASK_VALUE)
+    logits = jnp.where(mask, _dot(f"qhd,{of}->qhk", q_block, keys) * _scale(keys), MASK_VALUE)
     new_peak = jnp.maximum(peak, logits.max(axis=-1, keepdims=True))
     weights = jnp.exp(logits - new_peak)
     decay = jnp.exp(peak - new_peak)
@@ -290,15 +292,20 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _gradients(q, d_out, logsumexp, mean, keys, mask):
     """Gradients of a block of queries [bq, H, D] and of keys as in `_fold`, which serve as values too."""
     of = "kd" if keys.ndim == 2 else "qkd"
-    logits = jnp.where(mask, _dot(f"qhd,{of}->qhk", q, keys), MASK_VALUE)
+    logits = jnp.where(mask, _dot(f"qhd,{of}->qhk", q, keys) * _scale(keys), MASK_VALUE)
     weights = jnp.exp(logits - logsumexp)
-    d_logits = weights * (_dot(f"qhd,{of}->qhk", d_out, keys) - mean)
+    d_logits = weights * (_dot(f"qhd,{of}->qhk", d_out, keys) - mean) * _scale(keys)
     weights, d_logits = weights.astype(keys.dtype), d_logits.astype(keys.dtype)
     d_keys = _dot(f"qhk,qhd->{of}", weights, d_out) + _dot(f"qhk,qhd->{of}", d_logits, q)
     return _dot(f"qhk,{of}->qhd", d_logits, keys), d_keys
 
 
 _dot = functools.partial(product, out_dtype=jnp.float32)
+
+
+def _scale(keys) -> float:
+    """1 / sqrt(D), of logits that are float32; q times it would be rounded to q's dtype."""
+    return keys.shape[-1] ** -0.5
 
 
 def _blocked(x, size):

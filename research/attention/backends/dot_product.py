@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from research.attention import backends
+from research.attention import backends, selection
 from research.attention import visibility as visibility_lib
 from research.attention.product import precision_name, product
 
@@ -71,6 +71,6 @@ def dense_mask(visibility, seq_len: int, segments=None, selected=None) -> jax.Ar
         if segments is not None:
             of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
             sees &= visibility_lib.same_segment(segments[:, :, None], of_entry[:, None, :])
-        parts.append(sees if selected is None else sees & selected)
+        parts.append(sees if selected is None else selection.at_most(sees & selected, visibility.top_k))
     batch = max(part.shape[0] for part in parts)
     return jnp.concatenate([jnp.broadcast_to(part, (batch, *part.shape[1:])) for part in parts], axis=-1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from research.attention import backends, layout, schedules
+from research.attention import backends, layout, schedules, selection
 from research.attention import tokamax_splash as splash
 from research.attention.product import precision_name
 from research.attention.schedules import closed_form, scalar_memory
@@ -41,6 +41,7 @@ def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True,
         "dq_dtype": jnp.dtype(dtype).name if few else "float32",
         "q_len": lay.q_len,
         "kv_len": lay.kv_len,
+        "use_base2_exp": False,  # it would cost q a second rounding: see `tokamax_splash`
         "heads_per_call": at_once or heads,
         "vmem_limit_kib": options.vmem_limit_kib or _DEFAULT_VMEM_LIMIT_KIB,
         "precision": precision_name(dtype),
@@ -89,10 +90,11 @@ def attend(
         "q": q,
         "keys": lay.join_keys(local, compressed),
         "ids": None if segments is None else lay.segment_ids(segments),
-        "selected": selected,
+        "selected": None if selected is None else selection.capped(visibility, segments, selected),
         "mask": prepared,
     }
-    heads = _Heads(lay, effective["heads_per_call"], effective["vmem_limit_kib"], effective["precision"])
+    settings = (effective[name] for name in ("heads_per_call", "vmem_limit_kib", "precision"))
+    heads = _Heads(lay, *settings, q.shape[3] ** -0.5)
     one = functools.partial(_attend_one, heads, schedule, config, sinks)
     # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
     # segment ids make all sequences share one pruned schedule, and the interpreter cannot vmap at all.
@@ -119,20 +121,22 @@ def _attend_one(heads, schedule, config, sinks, sequence):
 class _Heads:
     """Some heads at a time: what the kernel needs beside q, out and d_q then exists for those alone.
 
-    The backward kernel's ring buffer alone is three times d_q; q is scaled, padded and transposed for the kernel.
+    The backward kernel's ring buffer alone is three times d_q; q is padded and transposed for the kernel.
     """
 
     layout: layout.Layout
     at_once: int
     vmem_limit_kib: int
     precision: str
+    scale: float
 
     def each(self, body, state, heads: int):
         """Folds `state = body(state, first head)` over the groups; here alone are kernels traced."""
 
         def step(state, first):
             # tokamax names no precision: left alone, a TPU would round its float32 operands to bfloat16.
-            with splash.vmem_limit(self.vmem_limit_kib), jax.default_matmul_precision(self.precision):
+            precision = jax.default_matmul_precision(self.precision)
+            with splash.vmem_limit(self.vmem_limit_kib), splash.logit_scale(self.scale), precision:
                 return body(state, first), None
 
         return jax.lax.scan(step, state, jnp.arange(0, heads, self.at_once))[0]
@@ -141,11 +145,6 @@ class _Heads:
         """[S, H, D] to the kernel's [at_once, q_len, D]."""
         some = jax.lax.dynamic_slice_in_dim(x, first, self.at_once, axis=1)
         return self.layout.pad_queries(some.swapaxes(0, 1), axis=1)
-
-    def scaled(self, q, first):
-        """As `take`, times 1 / sqrt(D), which the kernel leaves to its caller."""
-        some = self.take(q, first)
-        return (some.astype(jnp.float32) * some.shape[-1] ** -0.5).astype(q.dtype)
 
     def put(self, x, some, first):
         """The reverse of `take`."""
@@ -161,7 +160,7 @@ class _Heads:
 @splash.allows_rank_promotion
 def _call(heads, kernel, q, keys, ids, sinks):
     def body(out, first):
-        return heads.put(out, kernel(heads.scaled(q, first), keys, keys, ids, heads.of(sinks, first)), first)
+        return heads.put(out, kernel(heads.take(q, first), keys, keys, ids, heads.of(sinks, first)), first)
 
     return heads.each(body, jnp.zeros_like(q), q.shape[1])
 
@@ -170,7 +169,7 @@ def _call(heads, kernel, q, keys, ids, sinks):
 def _call_forward(heads, kernel, q, keys, ids, sinks):
     def body(results, first):
         out, logsumexp = results
-        some = heads.scaled(q, first), keys, keys, ids, heads.of(sinks, first)
+        some = heads.take(q, first), keys, keys, ids, heads.of(sinks, first)
         of_some, stats = kernel(*some, save_residuals=True)
         logsumexp = jax.lax.dynamic_update_slice_in_dim(logsumexp, stats["logsumexp"], first, axis=0)
         return heads.put(out, of_some, first), logsumexp
@@ -187,10 +186,11 @@ def _call_backward(heads, residuals, d_out):
 
     def body(gradients, first):
         d_q, d_keys = gradients
-        saved = heads.scaled(q, first), keys, ids, heads.take(out_SxHxD, first), heads.of(logsumexp_HxS, first)
-        more, *of_keys = splash.backward(kernel, *saved, heads.take(d_out, first))
-        d_keys += sum(x.astype(jnp.float32) for x in of_keys)  # keys serve as values too
-        return heads.put(d_q, more.astype(jnp.float32) * q.shape[-1] ** -0.5, first), d_keys
+        saved = heads.take(q, first), keys, ids, heads.take(out_SxHxD, first), heads.of(logsumexp_HxS, first)
+        parts = splash.backward(kernel, *saved, heads.take(d_out, first))
+        more, of_keys, of_values = (x.astype(jnp.float32) for x in parts)
+        d_keys += of_keys * heads.scale + of_values  # keys serve as values too
+        return heads.put(d_q, more * heads.scale, first), d_keys
 
     nothing = jnp.zeros_like(q), jnp.zeros(keys.shape, jnp.float32)
     d_q, d_keys = heads.each(body, nothing, q.shape[1])
@@ -258,6 +258,7 @@ def _splash_config(effective: backends.Effective) -> splash.SplashConfig:
     return splash.SplashConfig(
         **blocks,
         dq_reduction_steps=effective["dq_reduction_steps"] or None,
+        use_base2_exp=effective["use_base2_exp"],
         interpret=_INTERPRET if effective["interpreted"] else False,
     )
 
