@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import pathlib
@@ -109,6 +110,18 @@ def is_alive(process):
 
 def parent(process):
     return int(pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def descendants(process):
+    """The numbers of all processes that it started, and those did."""
+    parents = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            parents.setdefault(parent(path.name), []).append(int(path.name))
+    found = [process]
+    for number in found:
+        found += parents.get(number, [])
+    return found[1:]
 
 
 def fakes(root, count=1):

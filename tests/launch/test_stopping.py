@@ -1,5 +1,6 @@
 """Stop signals to a sweep and to Slurm's jobs: points save and end, none is left over, all go on."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,8 +10,8 @@ import time
 
 import pytest
 
-from research import children, errors, slurm, sweep
-from tests.launch.conftest import ROOT, fakes, is_alive, parent, results, told, wait_for
+from research import children, errors, slurm, sweep, tracking
+from tests.launch.conftest import ROOT, descendants, fakes, is_alive, parent, results, told, wait_for
 
 TARGET = f"{ROOT}/tests/tiny.py"
 
@@ -226,3 +227,79 @@ def test_what_is_patient_is_not_hurried_by_further_signals(tmp_path, monkeypatch
         assert started.run([sys.executable, "-c", slow], tmp_path / "log") == 75
     thread.join()
     assert started.stopped == "SIGUSR2"
+
+
+def steps(folder):
+    return [row["step"] for row in tracking.read_rows(folder)]
+
+
+def lines(path):
+    return path.read_bytes().count(b"\n")
+
+
+def kept(folder):
+    """The steps that are saved."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal())
+
+
+CALM = """
+from tests.tiny import *
+def sweep(arg=""):
+    return [{"optimizer.learning_rate": rate} for rate in (1e-3, 2e-3)]
+"""
+ENDLESS = {"train.steps": 10**6, "train.checkpoint_every": 0, "train.eval_every": 0}
+
+
+@pytest.mark.slow
+def test_real_runs_of_a_stopped_sweep_save_their_step_and_go_on(tmp_path):
+    (tmp_path / "calm.py").write_text(CALM)
+    command = [sys.executable, ROOT / "launch" / "sweep.py", f"--config={tmp_path}/calm.py", "--parallel=2"]
+    command += [f"--config.{name}={value}" for name, value in (ENDLESS | {"run.root": tmp_path / "runs"}).items()]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    printed = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = {}
+    for _ in range(2):
+        process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True, **printed)
+        wait_for(
+            lambda: (
+                sum(lines(path) > done.get(path.parent, 0) for path in tmp_path.glob("runs/*/*/metrics.jsonl")) == 2
+            ),
+            300,
+        )
+        all_of_it = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGTERM)
+        code, said = ended(process)
+        assert code == 75, said
+        assert not any(map(is_alive, all_of_it))
+        for folder in tmp_path.glob("runs/*/*/"):
+            assert steps(folder) == list(range(1, len(steps(folder)) + 1))
+            assert kept(folder) == steps(folder)[-1:]
+            assert len(steps(folder)) > done.get(folder, 0)
+            done[folder] = len(steps(folder))
+        assert len(done) == 2
+
+
+@pytest.mark.slow
+def test_real_run_is_saved_at_the_end_of_its_jobs_minute_and_goes_on_in_the_next(tmp_path, monkeypatch):
+    """submitit's local executor sends SIGUSR2 half a minute before the end, and starts the job again."""
+    points = sweep.plan(TARGET, ENDLESS | {"run.root": str(tmp_path)}, "cpu", fresh=False)[:1]
+    folder, log = points[0].folder, points[0].folder / "log.txt"
+    # On a busy machine a job's first half a minute may not do for Python and the compiler; a later one finds its program.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    jobs_in_the_background(points, ["timeout_min=1"])
+    job = int(wait_for(lambda: (folder / slurm.JOB).exists() and (folder / slurm.JOB).read_text()))
+    try:
+        (saved,) = wait_for(lambda: [step for step in kept(folder) if step], seconds=300)
+        assert f"SIGTERM after step {saved} of" in wait_for(log.read_text)
+        wait_for(lambda: f"resumed after step {saved}\n" in log.read_text(), seconds=120)
+        (controlled,) = (number for number in descendants(job) if parent(number) == job)
+        (run,) = (number for number in descendants(job) if parent(number) == controlled)
+        wait_for(lambda: steps(folder)[-1] > saved)
+    finally:
+        for number in (job, *descendants(job)[:1]):  # which would start it again; the run is told by Linux
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+    wait_for(lambda: not is_alive(run))
+    assert steps(folder) == list(range(1, kept(folder)[-1] + 1))
+    assert kept(folder)[-1] > saved
