@@ -284,7 +284,7 @@ def test_real_run_is_saved_at_the_end_of_its_jobs_minute_and_goes_on_in_the_next
     """submitit's local executor sends SIGUSR2 half a minute before the end, and starts the job again."""
     points = sweep.plan(TARGET, ENDLESS | {"run.root": str(tmp_path)}, "cpu", fresh=False)[:1]
     folder, log = points[0].folder, points[0].folder / "log.txt"
-    # On a busy machine a job's first half a minute may not do for Python and the compiler; a later one finds its program.
+    # On a busy machine half a minute may not do for Python and the compiler; a later start finds the program.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     jobs_in_the_background(points, ["timeout_min=1"])
