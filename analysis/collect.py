@@ -9,11 +9,13 @@ import pathlib
 import re
 import sys
 
-from research import tracking
+from research.errors import DamagedError
 from research.experiment import Row
+from research.runs import files
+from research.runs.folder import CONFIG, METRICS, SUMMARY, last_start, read_rows
 
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
-_FILES = (tracking.CONFIG, tracking.METRICS, tracking.SUMMARY, "log.txt")
+_FILES = (CONFIG, METRICS, SUMMARY, "log.txt")
 _OF_HERE = ("folder", "command", "config", "environment", "metrics")  # replaced by less, or left out
 _ENVIRONMENT = ("date", "python", "packages", "platform", "device", "cpus")
 _METRICS = ("step", "loss", "step_seconds", "val_loss")
@@ -33,10 +35,10 @@ def run(folder: pathlib.Path) -> Row:
     """
     row = {"point": folder.name, "folder": str(folder), "overrides": {}, "layers": ["unknown"]}
     try:
-        config = tracking.read_json(folder / tracking.CONFIG)
-        environment = tracking.read_json(folder / tracking.ENVIRONMENT)
-        metrics, summary = tracking.read_rows(folder), tracking.read_json(folder / tracking.SUMMARY)
-    except (OSError, ValueError) as error:
+        config = files.read_json(folder / CONFIG)
+        environment = last_start(folder)
+        metrics, summary = read_rows(folder), files.read_json(folder / SUMMARY)
+    except (OSError, ValueError, DamagedError) as error:
         return row | _BLANK | {"status": UNREADABLE, "message": f"{type(error).__name__}: {error}"}
     if not summary:
         last = f"the last step on record is {metrics[-1]['step']}" if metrics else "no step on record"
@@ -52,7 +54,7 @@ def run(folder: pathlib.Path) -> Row:
 def sweep(folder: pathlib.Path) -> list[Row]:
     """The runs in a folder: those that its `results.jsonl` tells of, which knows what each set; then others by date."""
     results = folder / "results.jsonl"
-    told = {row["point"]: row for row in tracking.read_lines(results)} if results.exists() else {}
+    told = {row["point"]: row for row in files.read_lines(results)}
     rows = {below.name: run(below) for below in sorted(folder.iterdir()) if is_run(below)}
     for name, row in rows.items():
         if name in told:

@@ -9,8 +9,8 @@ import matplotlib.figure
 import matplotlib.pyplot as plt
 
 from analysis import style, table
-from research import tracking
 from research.experiment import Row
+from research.runs.folder import read_rows
 
 # Of the summary: title and unit factor of its bars.
 TITLES = {
@@ -58,7 +58,7 @@ def _curves(figure: matplotlib.figure.Figure, grid: Any, span: int, groups: dict
         axes = figure.add_subplot(grid[0, index * span : (index + 1) * span], sharey=shared)
         shared = shared or axes
         for number, row in enumerate(rows):
-            metrics = row["metrics"] if "metrics" in row else tracking.read_rows(pathlib.Path(row["folder"]))
+            metrics = row["metrics"] if "metrics" in row else read_rows(pathlib.Path(row["folder"]))
             entries = [entry for entry in metrics if "loss" in entry]
             # Curves that agree lie on one another: the later, the thinner, with marks at other steps.
             axes.plot(

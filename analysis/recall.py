@@ -8,9 +8,9 @@ import matplotlib.pyplot as plt
 
 from analysis import style
 from experiments.recall import trained
-from research import tracking
 from research.data.recall import CHANCE
 from research.experiment import Row
+from research.runs import files
 from research.training import accuracy
 
 
@@ -52,5 +52,5 @@ def name(row: Row) -> str:
 if __name__ == "__main__":
     source = pathlib.Path(sys.argv[1])
     target = source.with_name("accuracy.png")
-    draw(tracking.read_lines(source), target)
+    draw(files.read_lines(source), target)
     print(target)

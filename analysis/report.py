@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 
 from analysis import aot, bench, collect, frame, plot, style, table
-from research import tracking
-from research.config import ConfigError
+from research.errors import ConfigError, DamagedError
 from research.experiment import Row
-from research.training.run import FINISHED
+from research.runs import files
+from research.runs.folder import FINISHED, last_start, read_starts
 
 RESULTS = "results.jsonl"
 _TEMPLATE = "report.html.j2"
@@ -84,7 +84,7 @@ def _found(root: pathlib.Path) -> list[tuple[pathlib.Path, str, Callable[[pathli
 def _section(folder: pathlib.Path, title: str, maker: Callable[[pathlib.Path, str], Section]) -> Section:
     try:
         return maker(folder, title)
-    except (OSError, ValueError, KeyError) as error:  # a file that was damaged must not hide the others
+    except (OSError, ValueError, KeyError, DamagedError) as error:  # a file that was damaged must not hide the others
         return Section(title, problems=[f"cannot be read: {type(error).__name__}: {error}"])
 
 
@@ -101,7 +101,7 @@ def _run(folder: pathlib.Path, title: str) -> Section:
         details={
             "set on the command line": _json(row["overrides"]),
             "config": _json(row["config"]),
-            "environment": _json(row["environment"]),
+            "starts": _json(read_starts(folder) if row["environment"] else []),
         },
     )
 
@@ -125,7 +125,7 @@ def _sweep(folder: pathlib.Path, title: str) -> Section:
 
 
 def _measured(folder: pathlib.Path, title: str) -> Section:
-    rows = tracking.read_lines(folder / RESULTS)
+    rows = files.read_lines(folder / RESULTS)
     if not rows:
         return Section(title, told="no row is finished")
     compiled = "topology" in rows[0]
@@ -138,7 +138,7 @@ def _measured(folder: pathlib.Path, title: str) -> Section:
         lines=[Line(cells, row["status"] != FINISHED) for cells, row in zip(lines, rows, strict=True)],
         problems=[_failure(row) for row in rows if row["status"] != FINISHED],
         picture=_base64(style.png(aot.draw if compiled else bench.draw, rows)),
-        details={"environment": _json(tracking.read_json(folder / tracking.ENVIRONMENT))},
+        details={"environment": _json(last_start(folder))},
     )
 
 

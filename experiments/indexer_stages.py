@@ -22,9 +22,10 @@ import pathlib
 import ml_collections
 
 from analysis import stages
-from research import experiment, tracking
+from research import experiment
 from research.attention.spec import STAGES
 from research.config import base_config
+from research.runs.folder import read_rows
 from research.training.run import FINISHED
 
 ARGS = ("", "quick")
@@ -85,7 +86,7 @@ def check(rows: list[experiment.Row]) -> list[str]:
     chain = rows[: len(STAGES)]
     if any(row["status"] != FINISHED for row in chain):
         return ["the stages did not all finish: no recall to compare"]
-    dense, warmup, sparse = curves = [tracking.read_rows(pathlib.Path(row["folder"])) for row in chain]
+    dense, warmup, sparse = curves = [read_rows(pathlib.Path(row["folder"])) for row in chain]
     before, after, end = (stage[-1]["val_indexer_recall"] for stage in (dense, warmup, sparse))
     chance = warmup[-1]["val_indexer_useful"]
     line = f"recall {before:.2f} before the warm-up, {after:.2f} after it, {end:.2f} at the end; {chance:.2f} by chance"

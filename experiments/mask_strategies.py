@@ -17,9 +17,11 @@ import pathlib
 
 import ml_collections
 
-from research import experiment, tracking
+from research import experiment
 from research.attention import schedules
 from research.config import base_config
+from research.runs import files
+from research.runs.folder import CONFIG, read_rows
 
 ARGS = ("", "demo")
 HEADLINE = ("step_seconds", "compile_seconds", "temp_bytes")
@@ -121,9 +123,9 @@ def check(rows: list[experiment.Row]) -> list[str]:
     for kind in _KINDS:
         folders = [pathlib.Path(row["folder"]) for row in rows if [*row["layers"]] == [kind] and row["status"] == "ok"]
         if len(folders) > 1:
-            curves = [[entry["loss"] for entry in tracking.read_rows(folder)] for folder in folders]
+            curves = [[entry["loss"] for entry in read_rows(folder)] for folder in folders]
             spread = max(max(losses) - min(losses) for losses in zip(*curves, strict=True))
-            allowed = _TOLERANCE[tracking.read_json(folders[0] / tracking.CONFIG)["model"]["dtype"]]
+            allowed = _TOLERANCE[files.read_json(folders[0] / CONFIG)["model"]["dtype"]]
             failed |= not spread <= allowed
             lines.append(
                 f"{kind}: {len(curves)} loss curves differ by {spread:.1e} nats at most, {allowed:.0e} allowed"

@@ -23,9 +23,11 @@ import pathlib
 import ml_collections
 
 from experiments import mask_strategies
-from research import experiment, tracking
+from research import experiment
 from research.config import base_config
 from research.data.recall import CHANCE
+from research.runs import files
+from research.runs.folder import CONFIG
 from research.training import accuracy
 
 ARGS = ("", "runlocal")
@@ -110,7 +112,7 @@ def check(rows: list[experiment.Row]) -> list[str]:
     for row in trained(rows):
         shares = accuracy.shares(row)
         lines.append(f"{row['point']}: " + ", ".join(f"{a} to {z} {share:.2f}" for (a, z), share in shares.items()))
-        config = tracking.read_json(pathlib.Path(row["folder"]) / tracking.CONFIG)
+        config = files.read_json(pathlib.Path(row["folder"]) / CONFIG)
         reach = len(row["layers"]) * config["model"]["repeats"] * (config["attention"]["window"] - 1)
         if set(row["layers"]) == {"sliding"}:
             beyond = [share for (first, _), share in shares.items() if first > reach]

@@ -24,9 +24,11 @@ from absl import flags as absl_flags
 from analysis import aot as pictures
 from analysis import frame
 from launch import flags
-from research import experiment, sweep, tracking
+from research import experiment, sweep
 from research.config import ConfigError
 from research.measure import aot, search
+from research.runs import files, tracking
+from research.runs.folder import environment, record_start
 
 _FRESH = absl_flags.DEFINE_bool("fresh", False, "compile also what stands in the results")
 _SEARCH = absl_flags.DEFINE_string("search", "", "name of a preset: search settings for the config, and save the best")
@@ -56,7 +58,7 @@ def main() -> int:
 
     folder = pathlib.Path(config.run.root) / "aot" / sweep.folder_name(target, flags.overrides())
     folder.mkdir(parents=True, exist_ok=True)
-    tracking.write_json(folder / tracking.ENVIRONMENT, tracking.environment(aot.versions()))
+    record_start(folder, environment() | {"compilers": aot.versions()})
     results = folder / "results.jsonl"
     if _FRESH.value:
         results.unlink(missing_ok=True)
@@ -79,9 +81,9 @@ def main() -> int:
 def _compile(console: rich.console.Console, planned: list[tuple], results: pathlib.Path) -> list[dict]:
     """The rows of all points, old and new."""
     stored: dict[str, dict[str, dict]] = {}
-    tracking.drop_unfinished_line(results)
+    files.repair_lines(results)
     if results.exists():
-        for row in tracking.read_lines(results):
+        for row in files.read_lines(results):
             stored.setdefault(row["key"], {})[row["phase"]] = row
     stamp, rows = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}, []
     with open(results, "a", encoding="utf-8") as file, rich.progress.Progress(console=console) as bar:

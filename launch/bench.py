@@ -17,8 +17,10 @@ import rich.progress
 import rich.table
 
 from launch import flags
-from research import experiment, sweep, tracking
+from research import experiment, sweep
 from research.measure import bench
+from research.runs import tracking
+from research.runs.folder import environment, record_start
 
 # Column, key, unit factor, format.
 _NUMBERS = (
@@ -43,7 +45,7 @@ def main() -> int:
     config = flags.config()
     folder = pathlib.Path(config.run.root) / "bench" / sweep.folder_name(target, common)
     folder.mkdir(parents=True, exist_ok=True)
-    tracking.write_json(folder / tracking.ENVIRONMENT, tracking.environment({}))
+    record_start(folder, environment())
 
     stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "platform": platform}
     rows = []

@@ -4,14 +4,16 @@ import argparse
 import pathlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from research import errors, exits, experiment, tracking
+from research import errors, exits, experiment
 from research.config import ConfigError
+from research.runs import files
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
 
@@ -32,6 +34,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
     def guarded(argv: Sequence[str]) -> None:
         del argv
         logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
+        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         try:
             sys.exit(main())
         except Exception as error:
@@ -68,7 +71,7 @@ def save_preset(config: ml_collections.ConfigDict, name: str, settings: experime
     """Saves overrides for `--preset=NAME`, and returns the file."""
     path = _preset_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tracking.write_json(path, settings)
+    files.write_json(path, settings)
     return path
 
 
@@ -77,7 +80,7 @@ def _preset(config: ml_collections.ConfigDict, name: str) -> experiment.Override
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
         raise ConfigError(f"--preset={name}: no {path}; there are {known}")
-    return tracking.read_json(path)
+    return files.read_json(path)
 
 
 def _preset_path(config: ml_collections.ConfigDict, name: str) -> pathlib.Path:
@@ -143,5 +146,6 @@ def _report(error: Exception) -> None:
     if kind == errors.OTHER:
         raise error
     print(f"{kind}: {error}", file=sys.stderr)
-    codes = {errors.INVALID: exits.INVALID, errors.UNSUPPORTED: exits.INVALID, errors.INTERRUPTED: exits.INTERRUPTED}
+    codes = dict.fromkeys((errors.INVALID, errors.UNSUPPORTED, errors.IN_USE), exits.INVALID)
+    codes[errors.INTERRUPTED] = exits.INTERRUPTED
     sys.exit(codes.get(kind, exits.FAILED))

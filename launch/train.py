@@ -20,8 +20,9 @@ import rich.console
 from absl import flags as absl_flags
 
 from launch import flags
-from research import experiment, tracking
+from research import experiment
 from research.parallel import batch as parallel
+from research.runs.folder import SUMMARY
 from research.training import dry_run, run
 
 _DRY_RUN = absl_flags.DEFINE_bool("dry_run", False, "show what would be trained, and stop")
@@ -43,7 +44,7 @@ def main() -> int:
     console.print(
         f"loss {summary['final_loss']:.4f}, validation {summary['val_bits_per_byte']:.3f} bits/byte, "
         f"{summary['step_seconds']:.3f} s/step, {summary['tokens_per_second']:,.0f} tokens/s: "
-        f"{config.run.root}/{config.run.id}/{tracking.SUMMARY}",
+        f"{config.run.root}/{config.run.id}/{SUMMARY}",
         soft_wrap=True,
     )
     return 0

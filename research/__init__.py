@@ -3,8 +3,6 @@
 import glob
 import importlib.util
 
-import jax
-
 
 def _ignore_absent_tpu() -> None:
     """Keeps jax from asking libtpu for devices where there is no TPU.
@@ -13,7 +11,11 @@ def _ignore_absent_tpu() -> None:
     server that never answers.
     """
     present = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
-    if jax.config.jax_platforms or present or importlib.util.find_spec("libtpu") is None:
+    if present or importlib.util.find_spec("libtpu") is None:
+        return
+    import jax  # here, for what needs no jax is not to wait for it
+
+    if jax.config.jax_platforms:
         return
     cuda = glob.glob("/dev/nvidia[0-9]*") and any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
     jax.config.update("jax_platforms", "cuda,cpu" if cuda else "cpu")

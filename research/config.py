@@ -13,6 +13,7 @@ import ml_collections
 from research import data as data_lib
 from research.attention import backends
 from research.attention.spec import KINDS, STAGES
+from research.errors import ConfigError
 from research.measure import chips
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
@@ -22,10 +23,6 @@ DTYPES = ("float32", "bfloat16")
 WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
 _SCORING = ("index_backend", "index_heads_at_once", "index_entries_at_once")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be run; the message names the field, its value and what is allowed."""
 
 
 def base_config() -> ml_collections.ConfigDict:

@@ -1,4 +1,4 @@
-"""How runs fail, in words that fit a table."""
+"""How runs fail, in words that fit a table. A leaf: nothing of `research` is imported here, and nothing heavy."""
 
 import contextlib
 import errno
@@ -7,21 +7,25 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from research.config import ConfigError
+INVALID = "invalid config"
+UNSUPPORTED = "unsupported"
+OUT_OF_MEMORY = "out of memory"
+NAN_LOSS = "nan loss"
+DISK_FULL = "disk full"
+UNREACHABLE = "no access"
+INTERRUPTED = "interrupted"
+IN_USE = "in use"
+DAMAGED = "damaged"
+OTHER = "error"
 
-INVALID, UNSUPPORTED, OUT_OF_MEMORY, NAN_LOSS, DISK_FULL, UNREACHABLE, INTERRUPTED, OTHER = (
-    "invalid config",
-    "unsupported",
-    "out of memory",
-    "nan loss",
-    "disk full",
-    "no access",
-    "interrupted",
-    "error",
-)
-_OF_DISK = {errno.ENOSPC: DISK_FULL, errno.EDQUOT: DISK_FULL} | dict.fromkeys(
-    (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EIO), UNREACHABLE
-)
+_REFUSED = "EACCES EPERM EROFS ENOTDIR EIO EBUSY EMFILE ENFILE"
+_OF_NETWORK = "ESTALE ETIMEDOUT ENETUNREACH EHOSTUNREACH EHOSTDOWN ENOTCONN ECONNRESET EREMOTEIO ENOLCK"
+_OF_DISK = {
+    errno.ENOSPC: DISK_FULL,
+    errno.EDQUOT: DISK_FULL,
+    errno.ENOMEM: OUT_OF_MEMORY,
+    **{getattr(errno, name): UNREACHABLE for name in f"{_REFUSED} {_OF_NETWORK}".split() if hasattr(errno, name)},
+}
 # How the compilers of both tested stacks say it; HBM, VMEM and SMEM in turn.
 _SHORTAGES = (
     r"Ran out of memory on (?P<space>HBM), .*? \((?P<needed>[\d.]+\w)\) exceeds available HBM "
@@ -33,12 +37,34 @@ _SHORTAGES = (
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+class ConfigError(ValueError):
+    """A setting that cannot be run; the message names the field, its value and what is allowed."""
+
+
+class InUseError(Exception):
+    """A run's folder belongs to another process."""
+
+
+class DamagedError(Exception):
+    """A file is not what was written; the message names it and says what to do."""
+
+
 class NonFiniteLossError(ArithmeticError):
     """The loss or its gradient became NaN or infinite."""
 
 
 class InterruptedRunError(Exception):
     """A signal asked the run to stop; it goes on when it is started again."""
+
+
+_KINDS = {
+    ConfigError: INVALID,
+    NotImplementedError: UNSUPPORTED,
+    NonFiniteLossError: NAN_LOSS,
+    InterruptedRunError: INTERRUPTED,
+    InUseError: IN_USE,
+    DamagedError: DAMAGED,
+}
 
 
 class Shortage(NamedTuple):
@@ -59,14 +85,9 @@ def shortage(message: str) -> Shortage | None:
 
 def kind(error: Exception) -> str:
     """The status under which a run that raised `error` is recorded; a TPU's compiler says which memory ran out."""
-    if isinstance(error, ConfigError):
-        return INVALID
-    if isinstance(error, NotImplementedError):
-        return UNSUPPORTED
-    if isinstance(error, NonFiniteLossError):
-        return NAN_LOSS
-    if isinstance(error, InterruptedRunError):
-        return INTERRUPTED
+    for cls, name in _KINDS.items():
+        if isinstance(error, cls):
+            return name
     if isinstance(error, OSError):
         return _OF_DISK.get(error.errno, OTHER)
     text = f"{error} {error.__cause__}"
@@ -80,18 +101,21 @@ def kind(error: Exception) -> str:
 def of_disk(path: str | os.PathLike) -> Iterator[None]:
     """Within it, an OSError names a file, `path` if it says no other: writing to a full disk names none.
 
-    What tensorstore says of a file (a ValueError; RESOURCE_EXHAUSTED for a full disk) becomes the OSError that it is.
+    What tensorstore says of a file (a ValueError, also as the cause of what orbax makes of it; RESOURCE_EXHAUSTED for a
+    full disk) becomes the OSError that it is.
     """
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.filename is None:
+            error.filename = str(path)
         raise
-    except ValueError as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))
+    except Exception as error:
+        text = f"{error} {error.__cause__}"
+        code = re.search(r"os_error_code='(\d+)'", text)
         if code is None:
             raise
-        said = re.search(r'local file "([^"]*)"', str(error))
+        said = re.search(r'local file "([^"]*)"', text)
         raise OSError(int(code[1]), os.strerror(int(code[1])), said[1] if said else str(path)) from error
 
 

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 
 import submitit
 
-from research import children, errors, exits, sweep, tracking
+from research import children, errors, exits, sweep
 from research.config import ConfigError
 from research.experiment import Row
+from research.runs.folder import SUMMARY, in_use
 
 JOB = "job_id"  # file in a point's folder
 _LOGS = "jobs"  # folder beside the points' own
@@ -125,11 +126,17 @@ def run(
 
 
 def _prepare(point: sweep.Point, fresh: bool) -> None:
-    """Clears what an earlier run left that must not be taken for the next one's."""
+    """Clears what an earlier run left that must not be taken for the next one's.
+
+    Raises:
+      ConfigError: the run is at work elsewhere.
+    """
+    if owner := in_use(point.folder):
+        raise ConfigError(f"{point.folder} is in use by {owner}; wait until it ends, or stop it")
     if fresh:
         shutil.rmtree(point.folder, ignore_errors=True)
     point.folder.mkdir(parents=True, exist_ok=True)
-    (point.folder / tracking.SUMMARY).unlink(missing_ok=True)
+    (point.folder / SUMMARY).unlink(missing_ok=True)
 
 
 def _result(job: submitit.Job, point: sweep.Point) -> Row:

@@ -18,19 +18,19 @@ from typing import Any
 
 import ml_collections
 
-from research import children, errors, exits, experiment, tracking
+from research import children, errors, exits, experiment
 from research.config import ConfigError, validate
+from research.runs import files
+from research.runs.folder import CONFIG, SUMMARY, in_use
 from research.training import run as run_lib
 
 Note = Callable[[int, str], None]  # is told what happens to the point at a place
 FINISHED_BEFORE = "finished before"
 _LOG = "log.txt"  # what a point printed, in its folder
-_IN_USE = "in use"
 # As which a launcher tells what it foresaw, in a line.
 _FORESEEN = (
-    _IN_USE,
     *(errors.INVALID, errors.UNSUPPORTED, errors.OUT_OF_MEMORY, errors.NAN_LOSS, errors.DISK_FULL),
-    *(errors.UNREACHABLE, errors.INTERRUPTED),
+    *(errors.UNREACHABLE, errors.INTERRUPTED, errors.IN_USE, errors.DAMAGED),
 )
 
 _TRAIN = pathlib.Path(__file__).parents[1] / "launch" / "train.py"
@@ -111,8 +111,8 @@ def _point(target, config, common, overrides, platform, fresh) -> Point:
     place = {"run.root": str(root), "run.id": experiment.label(overrides)}
     folder = root / place["run.id"]
     flags = experiment.as_flags(common | overrides | place)
-    summary = {} if fresh else tracking.read_json(folder / tracking.SUMMARY)
-    stored = {} if fresh else tracking.read_json(folder / tracking.CONFIG)
+    summary = {} if fresh else files.read_json(folder / SUMMARY)
+    stored = {} if fresh else files.read_json(folder / CONFIG)
     if stored and (changed := run_lib.differences(stored, run_lib.as_json(config))):
         raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
     command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
@@ -153,20 +153,23 @@ def run_point(point: Point, fresh: bool, started: children.Children) -> experime
     """Runs a point unless it has finished, and returns its row.
 
     A run writes its summary itself, where it owns its folder and lives to tell. Otherwise what is known of its end is
-    written there, but not into a folder that another process is at work in: this the row tells alone.
+    written there, but not into a folder that another process is at work in, nor over a damaged file: this the row tells
+    alone.
     """
     if point.finished:
         return row(point)
+    if fresh and (owner := in_use(point.folder)):
+        return _row(point, {"status": errors.IN_USE, "message": f"{point.folder} is in use by {owner}; not replaced"})
     if fresh:
         shutil.rmtree(point.folder, ignore_errors=True)
     point.folder.mkdir(parents=True, exist_ok=True)
-    summary, log = point.folder / tracking.SUMMARY, point.folder / _LOG
+    summary, log = point.folder / SUMMARY, point.folder / _LOG
     before, begin = _written(summary), log.stat().st_size if log.exists() else 0
     code = started.run(point.command, log)
     if summary.exists() and (code == exits.FINISHED or _written(summary) != before):
         return row(point)
     said = _foreseen(log, begin)
-    if said.get("status") == _IN_USE:
+    if said.get("status") in (errors.IN_USE, errors.DAMAGED):
         return _row(point, said)
     if code == -signal.SIGTERM and started.stopped:  # it has no handler yet, or none any more
         said = _interrupted(f"{started.stopped} before its first step or after its last")
@@ -177,9 +180,9 @@ def run_point(point: Point, fresh: bool, started: children.Children) -> experime
 
 def record_death(point: Point, status: str, message: str) -> None:
     """Writes the summary of a point that ended without one."""
-    if not (point.folder / tracking.SUMMARY).exists():
+    if not (point.folder / SUMMARY).exists():
         point.folder.mkdir(parents=True, exist_ok=True)
-        tracking.write_json(point.folder / tracking.SUMMARY, {"status": status, "message": message})
+        files.write_json(point.folder / SUMMARY, {"status": status, "message": message})
 
 
 def _interrupted(message: str) -> dict[str, str]:
@@ -205,7 +208,7 @@ def _foreseen(log: pathlib.Path, begin: int) -> dict[str, str]:
 
 def row(point: Point) -> experiment.Row:
     """A point with the summary of its run, however that ended."""
-    return _row(point, tracking.read_json(point.folder / tracking.SUMMARY))
+    return _row(point, files.read_json(point.folder / SUMMARY))
 
 
 def _row(point: Point, summary: dict[str, Any]) -> experiment.Row:

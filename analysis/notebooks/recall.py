@@ -31,10 +31,10 @@ from IPython.display import Image, display  # noqa: E402
 
 from analysis import plot, recall, style  # noqa: E402
 from experiments.recall import trained  # noqa: E402
-from research import tracking  # noqa: E402
+from research.runs import files  # noqa: E402
 from research.training import accuracy  # noqa: E402
 
-rows = tracking.read_lines(ROOT / "analysis/results/recall.jsonl")
+rows = files.read_lines(ROOT / "analysis/results/recall.jsonl")
 print({name: rows[0]["environment"][name] for name in ("date", "python", "platform", "cpus")})
 print(rows[0]["environment"]["packages"])
 print(len(rows), "points,", sum(row["status"] != "ok" for row in rows), "failed")

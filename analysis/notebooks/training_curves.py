@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 from IPython.display import Image, display  # noqa: E402
 
 from analysis import plot, style, table  # noqa: E402
-from research import tracking  # noqa: E402
+from research.runs import files  # noqa: E402
 
-rows = tracking.read_lines(ROOT / "analysis/results/mask_strategies_demo.jsonl")
+rows = files.read_lines(ROOT / "analysis/results/mask_strategies_demo.jsonl")
 print({name: rows[0]["environment"][name] for name in ("date", "python", "platform", "cpus")})
 print(rows[0]["environment"]["packages"])
 

@@ -1,25 +1,30 @@
-"""SIGTERM and SIGINT as a request to stop after the running step."""
+"""Signals as a request to stop after the running step: Ctrl-C, and what schedulers send before they kill."""
 
 import signal
 import threading
+import time
 from types import FrameType
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+# Slurm's --signal is often USR1, submitit's USR2.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+REPEATS_WITHIN = 2.0  # seconds in which one request may arrive by several ways: to the process, its group, its parent
+
 
 class Interruption:
-    """Within it, the first signal is noted, and a second one of the same kind does what it does otherwise.
+    """Within it, the first signal is noted, and later ones of the same request too.
 
-    In another thread than the main one, where Python allows no handlers, signals do what they do otherwise.
+    One that comes more than `REPEATS_WITHIN` later is a new request, and does what it does otherwise. In another thread
+    than the main one, where Python allows no handlers, signals do what they do otherwise.
     """
 
     def __enter__(self):
-        self._received = 0
+        self._received, self._at = 0, 0.0
         main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._before = {number: signal.signal(number, self._note) for number in (STOPS if main else ())}
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -35,5 +40,9 @@ class Interruption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._received = number
-        signal.signal(number, self._before[number])
+        now = time.monotonic()
+        if not self._received:
+            self._received, self._at = number, now
+        elif now - self._at > REPEATS_WITHIN:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)

@@ -3,114 +3,183 @@
 import math
 import pathlib
 import statistics
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_collections
 import rich.console
 from jax.experimental import multihost_utils
 
 from research import config as config_lib
-from research import errors, tracking
-from research.config import ConfigError
+from research import errors
+from research.errors import ConfigError
+from research.experiment import Overrides
+from research.parallel.agreement import together
+from research.runs import checkpoints, tracking
+from research.runs import folder as folder_lib
 from research.training import flops, inspection, profile, report
-from research.training.checkpoints import FOLDER, Checkpoints
 from research.training.interruption import Interruption
 from research.training.loss import bits_per_byte
 from research.training.trainer import Trainer
 
 
-def train(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich.console.Console) -> dict[str, Any]:
+def train(
+    folder: pathlib.Path, config: ml_collections.ConfigDict, overrides: Overrides, console: rich.console.Console
+) -> dict[str, Any]:
     """Trains from the newest checkpoint in `folder`, or from the start; returns what the summary is to say of it.
+
+    To be called by the folder's owner.
 
     Raises:
       ConfigError: a setting is impossible, or not what the checkpoints were made with.
+      DamagedError: there are checkpoints, and none is whole.
       NonFiniteLossError: loss or gradient became NaN or infinite; names the step, and where its state and batch are.
       MemoryError: the step does not fit the memory.
-      OSError: something could not be written.
-      InterruptedRunError: SIGTERM or SIGINT came; all steps done are saved.
+      OSError: something could not be read or written.
+      InterruptedRunError: a signal asked for it; all steps done are saved.
     """
-    trainer = Trainer(config)
-    report.show_run(console, config, trainer.state.params, trainer.effective)
-    console.print(f"run folder: {folder}", soft_wrap=True)
-    kept = Checkpoints(folder / FOLDER, config.train.keep_last, config.train.keep_best)
-    with Interruption() as interruption, kept as checkpoints:
-        if restored := checkpoints.restore(trainer.state):
-            trainer.restore(*restored)
-            console.print(f"resumed after step {trainer.done}")
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    with Interruption() as interruption:
+        trainer = together(lambda: Trainer(config))
+        report.show_run(console, config, trainer.state.params, trainer.effective)
+        say(f"run folder: {folder}")
+        restored = checkpoints.newest(folder / checkpoints.FOLDER, trainer.state, say)
+        source = {}
+        if restored:
+            trainer.restore(restored.step, restored.state, restored.iterator)
+            say(f"resumed after step {trainer.done}")
         elif config.train.start_from:
-            trainer.start_from(pathlib.Path(config.run.root) / config.train.start_from)
-        _record_start(folder, config, trainer)
-        trainer.compile()
-        with tracking.Tracker(folder, config) as tracker:
-            with report.progress(console, trainer.done, config.train.steps) as advance:
-                _steps(folder, config, trainer, checkpoints, tracker, interruption, advance)
-            checkpoints.wait()
+            source = together(trainer.start_from)
+        together(lambda: _record_start(folder, config, overrides, trainer, restored, source, say))
+        run = _Run(folder, config, trainer, interruption)
+        with tracking.Tracker(folder, config, say) as tracker:
+            together(tracker.ready)
+            run.stop_if_asked()
+            trainer.compile()
+            run.stop_if_asked()
+            writer = checkpoints.Writer(folder / checkpoints.FOLDER, config.train.keep_last, config.train.keep_best)
+            with writer, report.progress(console, trainer.done, config.train.steps) as advance:
+                run.steps(writer, tracker, restored.row if restored else {}, advance)
+                writer.wait()
             multihost_utils.sync_global_devices("all is recorded")
             results = {
-                **_outcome(tracking.read_rows(folder)),
+                **_outcome(folder_lib.read_rows(folder)),
                 **trainer.cost,
                 **profile.peak_memory(),
                 "parameters": report.count(trainer.state.params),
                 "requested": config_lib.requested(config),
                 "effective": trainer.effective,
+                **_started_from(folder),
             }
             tracker.summarize(results)
     return results
 
 
-def _record_start(folder: pathlib.Path, config: ml_collections.ConfigDict, trainer: Trainer) -> None:
+def _record_start(folder: pathlib.Path, config, overrides, trainer: Trainer, restored, source, say) -> None:
     """Makes the records those of a run that has done `trainer.done` steps, or raises ConfigError."""
-    done, rows = trainer.done, tracking.read_rows(folder)
-    ended = any(row["step"] == done and "val_loss" in row for row in rows)
+    done, rows = trainer.done, folder_lib.read_rows(folder)
+    pending = bool(restored and restored.row)
+    ended = pending or any(row["step"] == done and "val_loss" in row for row in rows)
     if done > config.train.steps or (done == config.train.steps and not ended):
         raise ConfigError(f"config.train.steps={config.train.steps}: must be more than the {done} that are done")
-    corpus = trainer.data.describe()
-    before = tracking.read_json(folder / tracking.ENVIRONMENT).get("corpus", {})
-    if done and before.get("digest") != corpus["digest"]:
+    starts, corpus = folder_lib.read_starts(folder), trainer.data.describe()
+    if not done and any(start.get("resumed_after") for start in starts):
+        raise errors.DamagedError(
+            f"{folder}: its checkpoints, from which it was resumed, are gone; put one back, or choose another run.id"
+        )
+    before = starts[-1] if starts else {}
+    if done and before.get("corpus", {}).get("digest") != corpus["digest"]:
         raise ConfigError(
             f"config.data.path={config.data.path!r}: is not the text that the run was started with "
-            f"({before or 'unknown'} there, {corpus} here)"
+            f"({before.get('corpus') or 'unknown'} there, {corpus} here)"
         )
-    tracking.write_json(folder / tracking.ENVIRONMENT, tracking.environment(corpus))
-    tracking.drop_rows_after(folder, done)
+    here = folder_lib.environment() | {"corpus": corpus, "overrides": overrides, "resumed_after": done}
+    for change in folder_lib.changes(before, here) if done else ():
+        say(f"goes on under another {change}")
+    if folder_lib.is_writer():
+        if line := folder_lib.start_rows(folder, done, restored is not None):
+            say(line)
+        folder_lib.record_start(folder, here | ({"started_from": source} if source else {}))
 
 
-def _steps(folder, config, trainer, checkpoints, tracker, interruption, advance) -> None:
-    """The steps that are left."""
-    meter, saved = _Meter(trainer.cost["flops_per_token"]), trainer.done
-    first_traced = trainer.done + 1 + config_lib.WARM_UP_STEPS
-    with profile.Profiler(folder / profile.FOLDER, first_traced, config.profile.steps) as profiler:
-        for step in range(trainer.done + 1, config.train.steps + 1):
-            if signal := interruption.received():
-                _stop(signal, config, trainer, checkpoints, saved)
-            with profiler.step(step):
-                row, fetching, stepping = trainer.update()
-            meter.add(int((trainer.batch["segments"] >= 0).sum()), fetching, stepping)
-            _require_finite(row, step, folder, trainer)
-
-            last = step == config.train.steps
-            evaluating = last or _due(step, config.train.eval_every)
-            if evaluating or _due(step, config.train.log_every):
-                row |= {"bits_per_byte": bits_per_byte(row["loss"]), **meter.read()}
-                if evaluating:
-                    row |= {f"val_{name}": value for name, value in trainer.evaluate(config.train.eval_batches).items()}
-                    row["val_bits_per_byte"] = bits_per_byte(row["val_loss"])
-                    _require_finite(row, step, folder, trainer)
-                tracker.log(step, row)
-            if last or _due(step, config.train.checkpoint_every):
-                checkpoints.save(step, trainer.state, trainer.iterator.get_state(), row.get("val_loss"))
-                saved = step
-            advance(row)
+def _started_from(folder: pathlib.Path) -> dict[str, Any]:
+    """What another run's checkpoint the run began with, if any."""
+    found = [start["started_from"] for start in folder_lib.read_starts(folder) if "started_from" in start]
+    return {"started_from": found[-1]} if found else {}
 
 
-def _stop(signal: str, config, trainer: Trainer, checkpoints: Checkpoints, saved: int) -> NoReturn:
-    if trainer.done > saved:
-        checkpoints.save(trainer.done, trainer.state, trainer.iterator.get_state())
-    checkpoints.wait()
-    raise errors.InterruptedRunError(
-        f"{signal} after step {trainer.done} of {config.train.steps}, which is saved; "
-        f"start again with --config.run.id={config.run.id} to go on"
-    )
+class _Run:
+    """The steps of a run, and where it stands with saving them."""
+
+    def __init__(self, folder: pathlib.Path, config, trainer: Trainer, interruption: Interruption):
+        self._folder, self._config, self._trainer, self._interruption = folder, config, trainer, interruption
+        self._saved = trainer.done
+
+    def stop_if_asked(self, save=None) -> None:
+        """Raises InterruptedRunError after a signal; `save()` first, where steps are done that are not saved."""
+        if not (signal := self._interruption.received()):
+            return
+        done, steps = self._trainer.done, self._config.train.steps
+        if done > self._saved:
+            save()
+        what = (
+            f"after step {done} of {steps}, which is saved" if done else "before the first step, nothing is saved yet"
+        )
+        raise errors.InterruptedRunError(
+            f"{signal} {what}; start again with --config.run.id={self._config.run.id} to go on"
+        )
+
+    def steps(self, writer: checkpoints.Writer, tracker: tracking.Tracker, pending: dict[str, Any], advance) -> None:
+        """The steps that are left; `pending` is what the last one done has still to log."""
+        config, trainer = self._config, self._trainer
+        rows = folder_lib.read_rows(self._folder)
+        writer.validated({row["step"]: row["val_loss"] for row in rows if "val_loss" in row})
+        if pending and trainer.done not in {row["step"] for row in rows}:
+            self._log(writer, tracker, trainer.done, pending)
+        meter = _Meter(trainer.cost["flops_per_token"])
+        first_traced = trainer.done + 1 + config_lib.WARM_UP_STEPS
+        with profile.Profiler(self._folder / profile.FOLDER, first_traced, config.profile.steps) as profiler:
+            for step in range(trainer.done + 1, config.train.steps + 1):
+                self.stop_if_asked(lambda: self._save(writer, {}))
+                with profiler.step(step):
+                    row, fetching, stepping = trainer.update()
+                meter.add(int((trainer.batch["segments"] >= 0).sum()), fetching, stepping)
+                _require_finite(row, step, self._folder, trainer)
+
+                logged = self._validates(step) or _due(step, config.train.log_every)
+                if logged:
+                    row |= {"bits_per_byte": bits_per_byte(row["loss"]), **meter.read()}
+                if step == config.train.steps or _due(step, config.train.checkpoint_every):
+                    # Before validation, which may fail or be stopped and only measures.
+                    self._save(writer, row if logged else {})
+                if logged:
+                    row = self._log(writer, tracker, step, row)
+                advance(row)
+
+    def _validates(self, step: int) -> bool:
+        return step == self._config.train.steps or _due(step, self._config.train.eval_every)
+
+    def _save(self, writer: checkpoints.Writer, pending: dict[str, Any]) -> None:
+        trainer = self._trainer
+        writer.save(trainer.done, trainer.state, trainer.iterator.get_state(), pending)
+        self._saved = trainer.done
+
+    def _log(self, writer: checkpoints.Writer, tracker: tracking.Tracker, step: int, row: dict) -> dict[str, Any]:
+        """Logs a row, with the step's validation if that is due."""
+        if self._validates(step):
+
+            def stop() -> None:
+                self.stop_if_asked(lambda: self._save(writer, row))
+
+            found = self._trainer.evaluate(self._config.train.eval_batches, stop)
+            row = row | {f"val_{name}": value for name, value in found.items()}
+            row["val_bits_per_byte"] = bits_per_byte(row["val_loss"])
+            _require_finite(row, step, self._folder, self._trainer)
+            writer.validated({step: row["val_loss"]})
+        tracker.log(step, row)
+        return row
 
 
 def _require_finite(row: dict[str, float], step: int, folder: pathlib.Path, trainer: Trainer) -> None:

@@ -8,24 +8,27 @@ from typing import Any
 import ml_collections
 import rich.console
 
-from research import errors, tracking
-from research.config import ConfigError
+from research import errors
+from research.config import base_config
+from research.errors import ConfigError
 from research.experiment import Overrides
+from research.parallel.agreement import together
+from research.runs import files
+from research.runs.folder import CONFIG, FINISHED, SUMMARY, is_writer, owned
 from research.training import loop
-
-FINISHED = "ok"
 
 # What a run may go on with although it differs from what it was started with.
 _MAY_CHANGE = tuple(
     f"train.{name}" for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_last", "keep_best")
 )
+_NOT_COMPARED = ("run", "wandb", "profile", "distributed")  # where a run is done and recorded
 
 
 def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.console.Console) -> dict[str, Any]:
     """Trains from the start, or from the newest checkpoint in the run's folder, to the end.
 
     Args:
-      config: a full config; `run.root` and `run.id` name the folder, `research.tracking` says what it holds.
+      config: a full config; `run.root` and `run.id` name the folder, `research.runs.folder` says what it holds.
       overrides: how the config differs from its experiment's; for the record.
       console: where to show the configuration and progress.
 
@@ -34,39 +37,42 @@ def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.c
 
     Raises:
       ConfigError: a setting is impossible, or the folder holds a run with other settings.
+      InUseError: another process is at work in the folder, which goes on unharmed.
+      DamagedError: a file of the folder is not what was written; nothing was changed.
       NotImplementedError: a backend cannot serve the request.
-      What else `loop.train` raises. All but the refusal to touch another run's folder are recorded in `summary.json`,
-        as `errors.kind` names them.
+      What else `loop.train` raises. All but the refusal to touch the folder are recorded in `summary.json`, as
+        `errors.kind` names them.
     """
     folder = pathlib.Path(config.run.root) / config.run.id
-    _claim(folder, config, console)
-    summary = tracking.read_json(folder / tracking.SUMMARY)
-    if summary.get("status") == FINISHED and summary["steps"] >= config.train.steps:
-        console.print(f"{folder} is finished, nothing to do", soft_wrap=True)
+    with contextlib.ExitStack() as stack:
+        together(lambda: stack.enter_context(owned(folder)) if is_writer() else None)
+        summary = together(lambda: _claim(folder, config, console))
+        if summary.get("status") == FINISHED and summary["steps"] >= config.train.steps:
+            console.print(f"{folder} is finished, nothing to do", soft_wrap=True)
+            return summary
+        try:
+            results = loop.train(folder, config, overrides, console)
+        except Exception as error:
+            _summarize(folder, {"status": errors.kind(error), "message": str(error), "overrides": overrides})
+            raise
+        summary = {"status": FINISHED, **results, "overrides": overrides}
+        if is_writer():
+            files.write_json(folder / SUMMARY, summary)
         return summary
-    (folder / tracking.SUMMARY).unlink(missing_ok=True)  # how an earlier attempt ended
-    try:
-        results = loop.train(folder, config, console)
-    except Exception as error:
-        failure = {"status": errors.kind(error), "message": str(error), "overrides": overrides}
-        with contextlib.suppress(OSError):  # a full disk must not hide the error
-            tracking.write_json(folder / tracking.SUMMARY, failure)
-        raise
-    summary = {"status": FINISHED, **results, "overrides": overrides}
-    tracking.write_json(folder / tracking.SUMMARY, summary)
-    return summary
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """How two configs, as JSON, differ in what they compute; where they run and record it does not count."""
-    changed = []
-    for name in sorted((there.keys() | here.keys()) - {"run", "wandb", "profile", "distributed"}):
-        left, right = there.get(name), here.get(name)
-        if isinstance(left, dict) and isinstance(right, dict):
-            changed += [f"{name}.{change}" for change in differences(left, right)]
-        elif left != right:
-            changed.append(f"{name}: {left!r} there, {right!r} here")
-    return changed
+    """How two configs, as JSON, differ in what they compute; where they run and record it does not count.
+
+    A field that one of them lacks, since it is from another version, has its default there.
+    """
+    absent = "no such field"
+    there, here = (_defaults() | flat(config) for config in (there, here))
+    return [
+        f"{name}: {there.get(name, absent)!r} there, {here.get(name, absent)!r} here"
+        for name in sorted(there.keys() | here.keys())
+        if _compared(name) and there.get(name, absent) != here.get(name, absent)
+    ]
 
 
 def as_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -74,14 +80,30 @@ def as_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return json.loads(config.to_json_best_effort())
 
 
-def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich.console.Console) -> None:
-    """Makes the folder this config's; raises ConfigError if it is another's, or cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        there = tracking.read_json(folder / tracking.CONFIG)
-    except OSError as error:
-        raise ConfigError(f"config.run.root={config.run.root!r}: cannot hold the folder of the run: {error}") from error
-    here = as_json(config)
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config, as JSON, by dotted name."""
+    found = {}
+    for name, value in config.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _defaults() -> dict[str, Any]:
+    return flat(as_json(base_config()))
+
+
+def _compared(name: str) -> bool:
+    return name.partition(".")[0] not in _NOT_COMPARED
+
+
+def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich.console.Console) -> dict[str, Any]:
+    """Makes the folder this config's, and returns the summary of a run that ended in it well, else {}.
+
+    Raises:
+      ConfigError: it is another config's.
+    """
+    there, here = files.read_json(folder / CONFIG), as_json(config)
+    summary = files.read_json(folder / SUMMARY)
     changed = differences(there, here) if there else []
     if any(not change.startswith(_MAY_CHANGE) for change in changed):
         raise ConfigError(
@@ -90,4 +112,17 @@ def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: ric
         )
     for change in changed:
         console.print(f"goes on with another {change}", soft_wrap=True)
-    tracking.write_json(folder / tracking.CONFIG, here)
+    for name, default in _defaults().items() if there else ():
+        if _compared(name) and name not in flat(there):
+            console.print(f"config.{name}: newer than the run; its default {default!r} is assumed", soft_wrap=True)
+    if is_writer():
+        files.write_json(folder / CONFIG, here)
+        if summary.get("status") != FINISHED or summary["steps"] < config.train.steps:
+            (folder / SUMMARY).unlink(missing_ok=True)  # how an earlier attempt ended
+    return summary
+
+
+def _summarize(folder: pathlib.Path, summary: dict[str, Any]) -> None:
+    if is_writer():
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
+            files.write_json(folder / SUMMARY, summary)

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import pathlib
+import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,13 +14,14 @@ import ml_collections
 from research import config as config_lib
 from research import data as data_lib
 from research import errors
-from research.config import ConfigError
+from research.errors import ConfigError, DamagedError
 from research.model import language_model
 from research.model import spec as model_spec
 from research.parallel import batch as parallel
+from research.runs import checkpoints, files
+from research.runs.folder import FINISHED, SUMMARY
 from research.training import flops, optimizer
 from research.training import step as step_lib
-from research.training.checkpoints import newest
 
 
 class Trainer:
@@ -58,22 +61,37 @@ class Trainer:
         self.done, self.state = done, state
         self.iterator.set_state(iterator)
 
-    def start_from(self, folder: pathlib.Path) -> None:
-        """Takes over the parameters and the optimizer's memory of another run, at the beginning of the schedule.
+    def start_from(self) -> dict[str, Any]:
+        """Takes over the parameters and the optimizer's memory of `train.start_from`, at the beginning of the schedule.
+
+        Changes nothing in that run's folder.
+
+        Returns:
+          What was taken: run, step, and the digest of its arrays.
 
         Raises:
-          ConfigError: the folder holds no checkpoint that is whole, or one of another shape.
+          ConfigError: the run has not ended well, or has no such checkpoint, or one of another shape.
+          DamagedError: the checkpoint is not whole.
         """
-        field = f"config.train.start_from={self._config.train.start_from!r}"
+        source = self._config.train.start_from
+        field = f"config.train.start_from={source!r}"
+        name, _, number = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
+        folder = pathlib.Path(self._config.run.root) / name
+        status = files.read_json(folder / SUMMARY).get("status", "unfinished, or no run")
+        if status != FINISHED:
+            raise ConfigError(f"{field}: {folder} is {status}; must be a run that ended well, by its id or path")
+        found = checkpoints.steps(folder / checkpoints.FOLDER)
+        step = int(number) if number else max(found, default=0)
+        if step not in found:
+            raise ConfigError(f"{field}: {folder} has no checkpoint {step}; must be ID@STEP, a step of {found[::-1]}")
         try:
-            state = newest(folder, self.state)
+            taken = checkpoints.read(folder / checkpoints.FOLDER, step, self.state)
         except ConfigError as error:
             raise ConfigError(f"{field}: {error}") from error
-        if state is None:
-            raise ConfigError(
-                f"{field}: {folder} holds no checkpoint; must be the id of a run in the same run.root, or its path"
-            )
-        self.state = state._replace(opt_state=optimizer.restarted(state.opt_state))
+        except DamagedError as error:
+            raise DamagedError(f"{field}: its checkpoint {step} is damaged ({error}); ID@STEP names another") from error
+        self.state = taken.state._replace(opt_state=optimizer.restarted(taken.state.opt_state))
+        return {"run": str(folder), "step": step, "digest": taken.digest}
 
     def compile(self) -> None:
         """Compiles the update, and learns its `cost`."""
@@ -101,11 +119,15 @@ class Trainer:
         self.done += 1
         return row, fetched - start, time.perf_counter() - fetched
 
-    def evaluate(self, batches: int) -> dict[str, float]:
-        """Means over the first validation batches: the loss, and the other `step.measures`."""
+    def evaluate(self, batches: int, between: Callable[[], None]) -> dict[str, float]:
+        """Means over the first validation batches: the loss, and the other `step.measures`.
+
+        `between()` is called before each of them, and may raise.
+        """
         total, count, others = 0.0, 0, []
         with in_memory(self._config, "validation"):
             for batch in self.data.validation_batches(batches):
+                between()
                 found = self._measures(self.state.params, parallel.distribute(batch, self._mesh))
                 loss, tokens, of_batch = jax.device_get(found)
                 total, count = total + loss.item() * tokens.item(), count + tokens.item()

@@ -4,7 +4,7 @@ import pathlib
 
 from analysis import aot, frame
 from experiments import seed_claims
-from research import tracking
+from research.runs import files
 
 RESULTS = pathlib.Path(__file__).parents[2] / "analysis" / "results" / "seed_claims.jsonl"
 
@@ -65,7 +65,7 @@ def test_report_of_little_says_little():
 
 
 def test_frames_keep_failures_and_name_what_took_effect(tmp_path):
-    rows = tracking.read_lines(RESULTS)
+    rows = files.read_lines(RESULTS)
     table = frame.of_aot(rows)
     assert len(table) == len(rows)
     assert {"ok", "out of SMEM"} <= set(table["status"])

@@ -9,9 +9,10 @@ import rich.console
 
 from launch import aot as launcher
 from launch import flags
-from research import exits, tracking
+from research import exits
 from research.config import ConfigError, base_config
 from research.measure import aot
+from research.runs import files
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_finished_points_are_not_compiled_again(planned, monkeypatch, tmp_path):
     assert asked == [planned[1][1]]
     assert rows[:2] == first
     assert [row["overrides"] for row in rows] == [{"n": 0}] * 2 + [{"n": 1}] * 2
-    assert tracking.read_lines(results) == rows
+    assert files.read_lines(results) == rows
 
 
 def test_a_point_that_was_cut_short_is_compiled_again(planned, monkeypatch, tmp_path):

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from research import children, errors, slurm, sweep, tracking
+from research import children, errors, slurm, sweep
+from research.runs.folder import owned, read_rows
 from tests.launch.conftest import ROOT, descendants, fakes, is_alive, parent, results, told, wait_for
 
 TARGET = f"{ROOT}/tests/tiny.py"
@@ -122,6 +123,15 @@ def test_point_that_another_process_works_on_is_told_and_left_alone(waiting):
     assert (points[0].folder / "log.txt").read_text().startswith("what the other one said\n")
 
 
+def test_point_that_another_process_works_on_is_not_replaced(waiting):
+    points = sweep.plan(TARGET, waiting, "cpu", fresh=True)
+    with owned(points[0].folder), children.Children() as started:
+        row = sweep.run_point(points[0], True, started)
+        assert (points[0].folder / "lock").exists()
+    assert row["status"] == "in use"
+    assert f"in use by process {os.getpid()} on " in row["message"]
+
+
 def test_summary_of_an_earlier_attempt_is_not_taken_for_this_ones(fake):
     (_, point) = sweep.plan(TARGET, fake, "cpu", fresh=False)
     point.folder.mkdir(parents=True)
@@ -230,7 +240,7 @@ def test_what_is_patient_is_not_hurried_by_further_signals(tmp_path, monkeypatch
 
 
 def steps(folder):
-    return [row["step"] for row in tracking.read_rows(folder)]
+    return [row["step"] for row in read_rows(folder)]
 
 
 def lines(path):

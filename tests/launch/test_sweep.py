@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from research import sweep, tracking
+from research import sweep
 from research.config import ConfigError
+from research.runs import files
 
 ROOT = pathlib.Path(__file__).parents[2]
 TARGET = f"{ROOT}/tests/tiny.py"
@@ -93,7 +94,7 @@ def test_invalid_points_are_all_named_before_any_is_run(fake, tmp_path):
 def test_results_of_other_settings_are_not_taken_for_these(fake):
     (point, _) = sweep.plan(TARGET, fake, "cpu", fresh=False)
     point.folder.mkdir(parents=True)
-    tracking.write_json(point.folder / "config.json", {"model": {"hidden": 1}})
+    files.write_json(point.folder / "config.json", {"model": {"hidden": 1}})
     with pytest.raises(ConfigError, match=r"model\.hidden: 1 there, 32 here(.|\n)*--fresh replaces it"):
         sweep.plan(TARGET, fake, "cpu", fresh=False)
     assert len(sweep.plan(TARGET, fake, "cpu", fresh=True)) == 2

@@ -1,8 +1,8 @@
 """Several devices, and several processes, train as one does."""
 
-import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from research import tracking
 from research.config import ConfigError
 from research.parallel import batch
+from research.runs.folder import read_rows, read_starts
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -25,6 +25,7 @@ import jax, numpy as np, pytest
 import jax.numpy as jnp
 from research.config import ConfigError
 from research.parallel import batch
+from research.runs.folder import read_rows
 
 mesh = batch.mesh(8)
 assert mesh.size == 4
@@ -95,7 +96,7 @@ def test_two_processes_then_two_devices_train_as_one_device(tmp_path):
 
     shared = [f"--config.distributed.coordinator=localhost:{free_port()}", "--config.distributed.num_processes=2"]
     pair = [start(tmp_path / "two", *shared, f"--config.distributed.process_id={i}") for i in range(2)]
-    while len(tracking.read_rows(tmp_path / "two")) < 5 and all(process.poll() is None for process in pair):
+    while len(read_rows(tmp_path / "two")) < 5 and all(process.poll() is None for process in pair):
         time.sleep(0.02)
     pair[1].send_signal(signal.SIGTERM)
     told = [process.communicate(timeout=120) for process in pair]
@@ -103,16 +104,20 @@ def test_two_processes_then_two_devices_train_as_one_device(tmp_path):
     assert "run folder" in told[0][0]
     assert "run folder" not in told[1][0]
     assert told[0][1] == told[1][1]  # the same step
-    done = len(tracking.read_rows(tmp_path / "two"))
+    done = int(re.search(r"after step (\d+) of", told[0][1])[1])
     assert 5 <= done < STEPS
+    assert len(read_rows(tmp_path / "two")) in (done, done - 1)  # stopped in a validation, whose row is still to come
 
     resumed = start(tmp_path / "two", **devices(2))
     shown, error = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, error
     assert f"resumed after step {done}" in shown
-    assert json.loads((tmp_path / "two" / "environment.json").read_text())["devices"] == 2
-
-    one, two = (tracking.read_rows(tmp_path / name) for name in ("alone", "two"))
+    starts = read_starts(tmp_path / "two")
+    assert [(start["processes"], start["devices"], start["resumed_after"]) for start in starts] == [
+        (2, 2, 0),
+        (1, 2, done),
+    ]
+    one, two = (read_rows(tmp_path / name) for name in ("alone", "two"))
     assert [row["step"] for row in two] == list(range(1, STEPS + 1))
     for here, there in zip(one, two, strict=True):
         assert here.keys() == there.keys()

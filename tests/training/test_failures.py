@@ -7,9 +7,11 @@ import subprocess
 import pytest
 import rich.console
 
-from research import errors, tracking
+from research import errors
 from research.config import ConfigError
 from research.data import corpus
+from research.runs import files, tracking
+from research.runs.folder import read_rows
 from research.training import inspection, loop, run
 from tests import tiny
 
@@ -44,7 +46,7 @@ def test_disk_fills_up_while_checkpoints_are_written(small_disk):
     assert errors.kind(raised.value) == "disk full"
     assert str(small_disk / "run") in str(raised.value)
     folder = small_disk / "run"
-    recorded = tracking.read_rows(folder)
+    recorded = read_rows(folder)
     assert [row["step"] for row in recorded] == list(range(1, len(recorded) + 1))
     checkpoints = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()]
     assert sorted(checkpoints) == list(range(1, len(checkpoints) + 1))
@@ -52,24 +54,24 @@ def test_disk_fills_up_while_checkpoints_are_written(small_disk):
     # With room again, the run goes on.
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     assert run.run(config, {}, QUIET)["steps"] == 12
-    assert [row["step"] for row in tracking.read_rows(folder)] == list(range(1, 13))
+    assert [row["step"] for row in read_rows(folder)] == list(range(1, 13))
 
 
 def test_disk_is_full_when_a_row_is_written(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with (
-        tracking.Tracker(tmp_path, make(tmp_path)) as tracker,
+        tracking.Tracker(tmp_path, make(tmp_path), print) as tracker,
         pytest.raises(OSError, match=rf"{NO_SPACE}metrics.jsonl'"),
     ):
         tracker.log(1, {"loss": 2.5})
 
 
 def test_disk_is_full_when_a_file_is_written_anew(tmp_path):
-    tracking.write_json(tmp_path / "summary.json", {"status": "ok"})
+    files.write_json(tmp_path / "summary.json", {"status": "ok"})
     (tmp_path / "summary.json.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"{NO_SPACE}summary.json'"):
-        tracking.write_json(tmp_path / "summary.json", {"status": "error"})
-    assert tracking.read_json(tmp_path / "summary.json") == {"status": "ok"}
+        files.write_json(tmp_path / "summary.json", {"status": "error"})
+    assert files.read_json(tmp_path / "summary.json") == {"status": "ok"}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -116,7 +118,7 @@ def test_damaged_data_file_is_named(tmp_path):
     config = make(tmp_path / "runs" / "run", data__path=f"{tmp_path}/*.gz")
     with pytest.raises(ConfigError, match=rf"^config.data.path: '{damaged}' is not a valid gzip file"):
         run.run(config, {}, QUIET)
-    summary = tracking.read_json(tmp_path / "runs" / "run" / "summary.json")
+    summary = files.read_json(tmp_path / "runs" / "run" / "summary.json")
     assert (summary["status"], str(damaged) in summary["message"]) == ("invalid config", True)
 
 
@@ -142,4 +144,4 @@ def test_out_of_memory_names_the_step_and_the_sizes(tmp_path):
     ) as raised:
         run.run(config, {}, QUIET)
     assert errors.kind(raised.value) == "out of memory"
-    assert tracking.read_json(tmp_path / "run" / "summary.json")["status"] == "out of memory"
+    assert files.read_json(tmp_path / "run" / "summary.json")["status"] == "out of memory"

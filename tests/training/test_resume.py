@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, damaged or changed, and go on."""
 
+import errno
 import json
 import os
 import pathlib
@@ -16,26 +17,20 @@ import pytest
 import rich.console
 from jax.experimental.compilation_cache import compilation_cache
 
-from research import errors, tracking
-from research.config import ConfigError
+from research import errors
+from research.errors import ConfigError, DamagedError
+from research.runs import checkpoints, files, mirror, tracking
+from research.runs.folder import read_rows, read_starts
 from research.training import run
 from research.training.interruption import Interruption
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMES = {"data_seconds", "step_seconds", "tokens_per_second"}
-STEPS, CHECKPOINT_EVERY, KILLS = 80, 4, 5
+STEPS, CHECKPOINT_EVERY, KILLS = 80, 4, 4
 
-# wandb's part is played by a file that gets the id of every start.
 SCRIPT = """
-import sys, types
-from unittest import mock
-def init(**arguments):
-    with open(arguments["dir"] / "wandb_starts", "a") as file:
-        file.write(f"{arguments['id']} {arguments['resume']}\\n")
-    return mock.MagicMock()
-sys.modules["wandb"] = types.SimpleNamespace(init=init, Settings=mock.MagicMock())
-import pathlib
+import pathlib, sys
 from tests.training import test_resume
 test_resume.train(test_resume.make(pathlib.Path(sys.argv[1])))
 """
@@ -58,12 +53,13 @@ def train(config):
 
 def rows(folder):
     """All that must be repeated to the last bit."""
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in tracking.read_rows(folder)]
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in read_rows(folder)]
 
 
 def last_record(folder):
     """Fingerprints of all arrays after the last step, and where the data iterator stands."""
-    return json.loads((folder / "checkpoints" / str(STEPS) / "record" / "metadata").read_text())
+    record = json.loads((folder / "checkpoints" / str(STEPS) / "record" / "metadata").read_text())
+    return {name: record[name] for name in ("arrays", "iterator")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,31 +105,29 @@ def test_killed_run_ends_as_if_it_had_not_been(unbroken, tmp_path, cache):
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    starts, codes = 0, []
+    codes = []
     while not (folder / "summary.json").exists():
-        starts += 1
-        before = len(tracking.read_rows(folder))
+        before, survived = len(read_rows(folder)), chance.randint(1, 3 * CHECKPOINT_EVERY)
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        while process.poll() is None and wandb_starts(folder) < starts:
-            time.sleep(0.01)
-        if starts <= KILLS:
-            time.sleep(chance.uniform(0, 0.4))
+        if len(codes) < KILLS:
+            while process.poll() is None and len(read_rows(folder)) < before + survived:
+                time.sleep(0.002)
             process.kill()
         codes.append(process.wait())
         # No more is lost than since the last checkpoint, and the one that was being written.
-        assert len(tracking.read_rows(folder)) >= before - 2 * CHECKPOINT_EVERY
+        assert len(read_rows(folder)) >= before - 2 * CHECKPOINT_EVERY
     assert set(codes[:-1]) == {-signal.SIGKILL}
     assert codes[-1] == 0
     assert len(codes) > 2
     assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
     assert rows(folder) == rows(unbroken)
     assert last_record(folder) == last_record(unbroken)
-    assert len(set((folder / "wandb_starts").read_text().splitlines())) == 1
-
-
-def wandb_starts(folder):
-    path = folder / "wandb_starts"
-    return path.read_text().count("\n") if path.exists() else 0
+    assert len(read_starts(folder)) == len(codes)
+    sent = [mirror.sent_steps(record) for record in sorted((folder / "wandb").glob("*run-*/*.wandb"))]
+    assert [step for steps in sent for step in steps] == list(range(1, STEPS + 1))
+    assert {path.name.rpartition("-")[2] for path in (folder / "wandb").glob("*run-*")} == {
+        (folder / "wandb_id").read_text()
+    }
 
 
 def test_signal_stops_after_the_step_and_saves_it(unbroken, tmp_path, monkeypatch):
@@ -158,15 +152,24 @@ def test_signal_stops_after_the_step_and_saves_it(unbroken, tmp_path, monkeypatc
     assert last_record(folder) == last_record(unbroken)
 
 
-def test_second_signal_is_not_held_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_one_request_may_come_by_several_ways_and_a_second_one_is_not_held_back(monkeypatch, number):
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(stop) for stop in stops]
+    seen = []
+    signal.signal(number, lambda *_: seen.append("again"))
     with Interruption() as interruption:
         assert interruption.received() == ""
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interruption.received() == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        for repeated in (number, signal.SIGTERM, number):  # to the process, by its parent, to its group
+            os.kill(os.getpid(), repeated)
+        assert interruption.received() == signal.Signals(number).name
+        assert seen == []
+        monkeypatch.setattr("research.training.interruption.REPEATS_WITHIN", 0.0)
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert seen == ["again"]
+    signal.signal(number, before[stops.index(number)])
+    assert [signal.getsignal(stop) for stop in stops] == before
 
 
 def test_launcher_tells_schedulers_that_a_stopped_run_goes_on(tmp_path):
@@ -176,7 +179,7 @@ def test_launcher_tells_schedulers_that_a_stopped_run_goes_on(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen([*command, *flags], env=environment, **silent)
-    while process.poll() is None and not tracking.read_rows(tmp_path / "stopped"):
+    while process.poll() is None and not read_rows(tmp_path / "stopped"):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=120)
@@ -190,10 +193,123 @@ def test_launcher_tells_schedulers_that_a_stopped_run_goes_on(tmp_path):
     assert (tmp_path / "stopped" / "checkpoints" / found[1]).is_dir()
 
 
+def touched(folder):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE, errno.EIO])
+def test_trouble_while_a_checkpoint_is_read_costs_nothing(unbroken, copy, monkeypatch, number):
+    before = {name: (copy / name).read_bytes() for name in ("metrics.jsonl", "starts.jsonl")}
+    saved = sorted(path.name for path in (copy / "checkpoints").iterdir())
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
+        patch.setattr(checkpoints.ocp.StandardCheckpointHandler, "restore", refuse)
+        train(make(copy, train__steps=STEPS + 4, wandb__mode="disabled"))
+    assert {name: (copy / name).read_bytes() for name in before} == before
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == saved
+    assert json.loads((copy / "summary.json").read_text())["status"] == "no access"
+    assert f"resumed after step {STEPS}" in train(make(copy, train__steps=STEPS + 4, wandb__mode="disabled"))
+    assert rows(copy)[:STEPS] == rows(unbroken)
+
+
+def test_where_no_checkpoint_is_whole_the_run_does_not_start_over(copy):
+    for step in checkpoints.steps(copy / "checkpoints"):
+        (copy / "checkpoints" / str(step) / "record" / "metadata").unlink()
+    before = touched(copy / "checkpoints"), (copy / "metrics.jsonl").read_bytes()
+    with pytest.raises(DamagedError, match=r"none of the checkpoints is whole .*record/metadata is missing"):
+        train(make(copy, wandb__mode="disabled"))
+    assert (touched(copy / "checkpoints"), (copy / "metrics.jsonl").read_bytes()) == before
+
+
+def test_where_the_checkpoints_are_gone_a_resumed_run_does_not_start_over(copy):
+    files.append_line(copy / "starts.jsonl", read_starts(copy)[0] | {"resumed_after": 40})
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(DamagedError, match=r"its checkpoints, from which it was resumed, are gone; put one back"):
+        train(make(copy, wandb__mode="disabled"))
+    assert rows(copy)[-1]["step"] == STEPS
+
+
+def test_run_killed_before_its_first_checkpoint_keeps_what_it_logged(unbroken, copy):
+    shutil.rmtree(copy / "checkpoints")
+    shown = train(make(copy, wandb__mode="disabled"))
+    assert f"the {STEPS} rows so far are in {copy}/metrics-1.jsonl" in shown
+    assert len(files.read_lines(copy / "metrics-1.jsonl")) == STEPS
+    assert rows(copy) == rows(unbroken)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(
+            (name, content)
+            for name in ("config.json", "summary.json", "environment.json")
+            for content in (b"", b"\0\0\n")
+        ),
+        *(
+            (name, content)
+            for name in ("starts.jsonl", "metrics.jsonl")
+            for content in (b"\0\0\0\n", b'{"step": 2, "gr\n')
+        ),
+    ],
+)
+def test_damaged_small_file_is_named_and_nothing_else_is_touched(copy, name, content):
+    kept = (copy / name).read_bytes() if name.endswith("l") else b""
+    (copy / name).write_bytes(kept + content)
+    before = touched(copy)
+    with pytest.raises(DamagedError, match=rf"^{copy}/{name}(, line \d+)?: [^\n]*$"):
+        train(make(copy, wandb__mode="disabled"))
+    now = touched(copy)
+    now.pop(copy / "summary.json", None), before.pop(copy / "summary.json", None)  # says so
+    now.pop(copy / "config.json"), before.pop(copy / "config.json")  # written anew, the same
+    assert now == before
+
+
+def test_field_that_is_newer_than_the_run_has_its_default(copy):
+    stored = json.loads((copy / "config.json").read_text())
+    del stored["attention"]["csa_stage"], stored["train"]["keep_best"], stored["wandb"]["project"]
+    stored["rope"].pop("yarn_factor")
+    (copy / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"rope\.yarn_factor: 1\.0 there, 2\.0 here"):
+        train(make(copy, rope__yarn_factor=2.0, wandb__mode="disabled"))
+    shown = train(make(copy, wandb__mode="disabled"))
+    for line in (
+        "config.attention.csa_stage: newer than the run; its default 'sparse' is",
+        "config.rope.yarn_factor: newer",
+    ):
+        assert line in shown
+    assert f"resumed after step {STEPS}" in shown
+
+
+def test_field_that_this_version_does_not_know_is_named(copy):
+    stored = json.loads((copy / "config.json").read_text())
+    stored["attention"]["no_such"] = 3
+    (copy / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"attention\.no_such: 3 there, 'no such field' here"):
+        train(make(copy, wandb__mode="disabled"))
+
+
+def test_resume_under_another_commit_jax_or_device_says_so(copy):
+    (start,) = read_starts(copy)
+    other = start | {"commit": "abc", "device": "TPU v5", "packages": start["packages"] | {"jax": "0.1"}}
+    files.write_lines(copy / "starts.jsonl", [other])
+    shown = train(make(copy, wandb__mode="disabled"))
+    for line in (
+        f"goes on under another commit {start['commit']} (was abc)",
+        "goes on under another device cpu (was TPU v5)",
+        f"goes on under another jax {jax.__version__} (was 0.1)",
+    ):
+        assert line in shown
+    assert [s["resumed_after"] for s in read_starts(copy)] == [0, STEPS]
+    assert "goes on under" not in train(make(copy, train__steps=STEPS + 1, wandb__mode="disabled"))
+
+
 def test_damaged_checkpoint_costs_the_steps_since_the_one_before(unbroken, copy):
     shutil.rmtree(copy / "checkpoints" / str(STEPS) / "state")
-    with pytest.warns(UserWarning, match=f"checkpoint {STEPS} is damaged"):
-        shown = train(make(copy, wandb__mode="disabled"))
+    shown = train(make(copy, wandb__mode="disabled"))
+    assert f"checkpoint {STEPS} is damaged (state/_METADATA, state/manifest.ocdbt is missing)" in shown
     assert f"resumed after step {STEPS - CHECKPOINT_EVERY}" in shown
     assert rows(copy) == rows(unbroken)
     assert last_record(copy) == last_record(unbroken)
@@ -228,9 +344,9 @@ def test_settings_that_cannot_fit_are_all_named_and_nothing_is_touched(copy):
 
 
 def test_text_that_changed_is_refused(copy):
-    recorded = json.loads((copy / "environment.json").read_text())
+    (recorded,) = read_starts(copy)
     recorded["corpus"]["digest"] = "another"
-    (copy / "environment.json").write_text(json.dumps(recorded))
+    files.write_lines(copy / "starts.jsonl", [recorded])
     with pytest.raises(ConfigError, match=r"config.data.path='stdlib': is not the text that the run was started with"):
         train(make(copy, wandb__mode="disabled"))
     assert rows(copy)[-1]["step"] == STEPS

@@ -1,18 +1,23 @@
 """Whole runs of a tiny model."""
 
 import json
+import os
 import pathlib
+import socket
 
+import grain
 import jax
 import numpy as np
 import pytest
 import rich.console
 
-from research import errors, tracking
+from research import errors
 from research.config import ConfigError
 from research.model import language_model
 from research.model import spec as model_spec
-from research.training import checkpoints, optimizer, run, trainer
+from research.runs import checkpoints
+from research.runs.folder import read_rows, read_starts
+from research.training import optimizer, run, trainer
 from research.training import step as step_lib
 from tests import tiny
 
@@ -33,14 +38,14 @@ def train(config):
 
 def rows(folder):
     """All that a rerun must repeat to the last bit."""
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in tracking.read_rows(folder)]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in read_rows(folder)]
 
 
 def final_state(config):
     spec = model_spec.from_config(config)
     like = step_lib.init(spec, optimizer.build(config), config.seed)
-    with checkpoints.Checkpoints(folder_of(config) / "checkpoints", config.train.keep_last) as saved:
-        return saved.restore(like)
+    there = folder_of(config) / "checkpoints"
+    return checkpoints.read(there, checkpoints.steps(there)[0], like)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +83,10 @@ def test_rows_have_every_step_once_and_validation_when_due(unbroken):
 def test_folder_tells_what_was_run(unbroken):
     folder = folder_of(unbroken)
     assert json.loads((folder / "config.json").read_text()) == json.loads(unbroken.to_json_best_effort())
-    environment = json.loads((folder / "environment.json").read_text())
-    assert environment["packages"]["jax"] == jax.__version__
+    (environment,) = read_starts(folder)
+    assert environment["packages"].items() >= {"jax": jax.__version__, "grain": grain.__version__}.items()
+    assert (environment["host"], environment["process"]) == (socket.gethostname(), os.getpid())
+    assert (environment["overrides"], environment["resumed_after"]) == ({}, 0)
     assert environment["platform"] == "cpu"
     assert len(environment["corpus"]["digest"]) == 64
     summary = json.loads((folder / "summary.json").read_text())
@@ -116,7 +123,7 @@ def test_recall_is_scored_by_distance(root):
 
 
 def test_finished_run_is_not_repeated(unbroken):
-    written = [folder_of(unbroken) / name for name in ("metrics.jsonl", "summary.json", "environment.json")]
+    written = [folder_of(unbroken) / name for name in ("metrics.jsonl", "summary.json", "starts.jsonl")]
     before = [path.stat().st_mtime_ns for path in written]
     train(unbroken)
     assert [path.stat().st_mtime_ns for path in written] == before
@@ -134,8 +141,8 @@ def check_inspection(config, message):
     """What is kept reproduces the loss, and names the files that the batch is from."""
     folder = folder_of(config) / "nonfinite"
     spec = model_spec.from_config(config)
-    with checkpoints.Checkpoints(folder / "checkpoints") as saved:
-        kept = saved.restore(step_lib.init(spec, optimizer.build(config), config.seed))
+    (step,) = checkpoints.steps(folder / "checkpoints")
+    kept = checkpoints.read(folder / "checkpoints", step, step_lib.init(spec, optimizer.build(config), config.seed))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept.state))
     batch = dict(np.load(folder / "batch.npz"))
     loss, *_ = step_lib.losses(language_model.build(spec), kept.state.params, batch)

@@ -1,6 +1,7 @@
 """How CSA is trained: which loss reaches which parameters, and how one stage follows another."""
 
 import functools
+import shutil
 
 import haiku as hk
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research import tracking
-from research.config import ConfigError
+from research.errors import ConfigError, DamagedError
 from research.model import language_model
 from research.model import spec as model_spec
-from research.training import checkpoints, optimizer
+from research.runs import checkpoints, files
+from research.runs.folder import SUMMARY, read_rows, read_starts
+from research.training import optimizer
 from research.training import step as step_lib
 from tests import tiny
 from tests.oracles import assert_close
@@ -190,7 +192,8 @@ def chain(tmp_path_factory):
 
 def final_state(config):
     like = step_lib.init(model_spec.from_config(config), optimizer.build(config), config.seed)
-    return checkpoints.newest(folder_of(config), like)
+    there = folder_of(config) / checkpoints.FOLDER
+    return checkpoints.read(there, checkpoints.steps(there)[0], like).state
 
 
 def test_a_stage_starts_where_another_ended(chain):
@@ -202,8 +205,55 @@ def test_a_stage_starts_where_another_ended(chain):
     assert optax_counts(sparse.opt_state) == [8, 4, 8, 4]
 
 
+def test_what_a_stage_began_with_is_recorded_and_left_as_it_is(chain):
+    dense = folder_of(chain["dense"])
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in dense.rglob("*")}
+    half_written = dense / "checkpoints" / "9.orbax-checkpoint-tmp"  # of another process that is at work there
+    half_written.mkdir()
+    config = make("warmup", train__steps=2, optimizer__warmup_steps=1, train__start_from="dense@4")
+    config.run.root, config.run.id = chain["dense"].run.root, "from_step"
+    train(config)
+    (start,) = read_starts(folder_of(config))
+    digest = checkpoints.read(dense / "checkpoints", 4, step_lib.init(*_like(config))).digest
+    assert start["started_from"] == {"run": str(dense), "step": 4, "digest": digest}
+    assert files.read_json(folder_of(config) / SUMMARY)["started_from"] == start["started_from"]
+    assert half_written.is_dir()
+    half_written.rmdir()
+    now = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in dense.rglob("*")}
+    del before[dense / "checkpoints"], now[dense / "checkpoints"]  # the folder in which this test wrote
+    assert now == before
+
+
+def _like(config):
+    return model_spec.from_config(config), optimizer.build(config), config.seed
+
+
+@pytest.mark.parametrize("status", ["interrupted", "nan loss", ""])
+def test_a_run_that_did_not_end_well_is_not_started_from(chain, tmp_path, status):
+    shutil.copytree(folder_of(chain["dense"]), tmp_path / "other")
+    if status:
+        files.write_json(tmp_path / "other" / SUMMARY, {"status": status})
+    else:
+        (tmp_path / "other" / SUMMARY).unlink()
+    config = make("warmup", train__start_from="other")
+    config.run.root, config.run.id = str(tmp_path), "next"
+    told = rf"^config\.train\.start_from='other': .*other is {status or 'unfinished, or no run'}; must be"
+    with pytest.raises(ConfigError, match=told):
+        train(config)
+
+
+def test_a_damaged_checkpoint_is_not_started_from_and_stays_where_it_is(chain, tmp_path):
+    shutil.copytree(folder_of(chain["dense"]), tmp_path / "other")
+    (tmp_path / "other" / "checkpoints" / "4" / "state" / "manifest.ocdbt").unlink()
+    config = make("warmup", train__start_from="other")
+    config.run.root, config.run.id = str(tmp_path), "next"
+    with pytest.raises(DamagedError, match=r"start_from='other': its checkpoint 4 is damaged \(state/manifest"):
+        train(config)
+    assert [path.name for path in (tmp_path / "other" / "checkpoints").iterdir()] == ["4"]
+
+
 def test_rows_tell_the_stages_apart(chain):
-    rows = {stage: tracking.read_rows(folder_of(config)) for stage, config in chain.items()}
+    rows = {stage: read_rows(folder_of(config)) for stage, config in chain.items()}
     assert [row["step"] for row in rows["sparse"]] == [1, 2, 3, 4]
     assert rows["warmup"][-1]["val_loss"] == rows["dense"][-1]["val_loss"]  # nothing that tells has changed
     for stage, recorded in rows.items():
@@ -211,14 +261,21 @@ def test_rows_tell_the_stages_apart(chain):
         measured = [{name for name in row if name.startswith("val_indexer_")} for row in recorded]
         everything = {f"val_indexer_{name}" for name in ("kl", "recall", "coverage", "entropy", "useful")}
         assert measured == [set(), everything, set(), everything]
-        summary = tracking.read_json(folder_of(chain[stage]) / tracking.SUMMARY)
+        summary = files.read_json(folder_of(chain[stage]) / SUMMARY)
         assert summary["val_indexer_recall"] == recorded[-1]["val_indexer_recall"]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train__start_from": "nowhere"}, r"start_from='nowhere': .*nowhere holds no checkpoint; must be the id of"),
+        (
+            {"train__start_from": "nowhere"},
+            r"start_from='nowhere': .*nowhere is unfinished, or no run; must be a",
+        ),
+        (
+            {"train__start_from": "dense@3"},
+            r"start_from='dense@3': .*dense has no checkpoint 3; must be ID@STEP, a",
+        ),
         ({"model__hidden": 16}, r"start_from='dense': checkpoint 4 does not fit the model \(.*embed"),
     ],
     ids=str,
