@@ -2,15 +2,15 @@
 
     python launch/report.py --runs=runs
 
-Sweeps, runs, benches and compilations below it become tables, plots and configs in `RUNS/report.html`. What failed or
-is half-written appears as such.
+Sweeps, runs, benches and compilations below it become tables, plots and configs in `RUNS/report.html`, a single run in
+a file beside its folder, which is left alone. What failed or is half-written appears as such.
 """
 
 import pathlib
 
 from absl import flags as absl_flags
 
-from analysis import report
+from analysis import collect, report
 from launch import flags
 
 _RUNS = absl_flags.DEFINE_string("runs", "runs", "the folder of runs, or that of a sweep or a run")
@@ -19,7 +19,8 @@ _RUNS = absl_flags.DEFINE_string("runs", "runs", "the folder of runs, or that of
 def main() -> int:
     """Writes the page, and returns the exit code."""
     root = pathlib.Path(_RUNS.value)
-    path = root / "report.html"
+    # A run's folder is its owner's alone.
+    path = root.with_name(f"{root.name}.html") if collect.is_run(root) else root / "report.html"
     path.write_text(report.page(root), encoding="utf-8")
     print(path)
     return 0

@@ -4,6 +4,7 @@ A row goes to `metrics.jsonl` first. wandb runs in a process of its own: it may 
 warning. Of several processes the first alone writes.
 """
 
+import contextlib
 import json
 import pathlib
 import queue
@@ -89,7 +90,7 @@ class _Mirror:
     """The process that speaks with wandb, see `research.runs.mirror`; nothing here waits longer than it says."""
 
     def __init__(self, job: dict[str, Any]):
-        self._asked, self._mode = job["mode"], "offline"
+        self._asked, self._mode, self._lost = job["mode"], "offline", False
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._process = subprocess.Popen(
             (sys.executable, "-m", _PROGRAM),
@@ -110,12 +111,15 @@ class _Mirror:
                 f"config.wandb.mode={self._asked!r}: {answer['error']}; must be auto, offline or disabled without a server"
             )
         if "mode" not in answer:
+            self._lost = True
             return f"wandb: {answer.get('failed', 'does not start')}; the run goes on without it"
         self._mode = answer["mode"]
         return answer["notice"]
 
     def end(self, end: dict[str, Any], seconds: float | None) -> str:
         """Tells that the run has ended, waits some seconds for wandb to be done, and returns what went wrong."""
+        if self._lost:  # which was said
+            return ""
         self._tell(end)
         wait = _END_SECONDS[self._mode] if seconds is None else seconds
         try:
@@ -135,8 +139,9 @@ class _Mirror:
         try:
             self._process.stdin.write((json.dumps(line) + "\n").encode())
             self._process.stdin.flush()
-        except OSError:  # it has ended; its last answer says why
-            pass
+        except (OSError, ValueError):  # it has ended; its last answer says why
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
     def _listen(self) -> None:
         for line in self._process.stdout:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_every_point_is_there_however_it_ended(runs):
     told = text(page)
     assert "4 points, 1 finished" in told
     assert "the last step on record is 3" in told
-    assert "damaged: unreadable: JSONDecodeError" in told
+    assert "damaged: unreadable: DamagedError" in told
     assert ["val_loss", "2.1"] in lines(page)
     assert page.count("<img") == 2  # of the sweep, and of the run alone
 
@@ -128,9 +129,25 @@ def test_damaged_results_do_not_hide_the_others(runs):
     measured(runs / "bench" / "killed")
     (runs / "bench" / "killed" / "results.jsonl").write_text('{"visib')
     told = text(report.page(runs))
-    assert "cannot be read: JSONDecodeError" in told
+    assert "cannot be read: DamagedError" in told
     assert "no row is finished" in told
     assert "4 points, 1 finished" in told
+
+
+def test_reading_changes_nothing_in_the_runs(runs):
+    def touched():
+        return {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+
+    before = touched()
+    report.page(runs)
+    report.page(runs / "alone")
+    assert touched() == before
+    # The page of a single run lies beside its folder.
+    root, command = pathlib.Path(__file__).parents[2], [sys.executable, "launch/report.py", f"--runs={runs / 'alone'}"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{runs / 'alone.html'}\n"
+    (runs / "alone.html").unlink()
+    assert {path: at for path, at in touched().items() if path != runs} == {p: at for p, at in before.items() if p != runs}
 
 
 def test_one_sweep_or_one_run(runs):
