@@ -283,7 +283,7 @@ def test_real_runs_of_a_stopped_sweep_save_their_step_and_go_on(tmp_path):
         assert not any(map(is_alive, all_of_it))
         for folder in tmp_path.glob("runs/*/*/"):
             assert steps(folder) == list(range(1, len(steps(folder)) + 1))
-            assert kept(folder) == steps(folder)[-1:]
+            assert kept(folder)[-1:] == steps(folder)[-1:]
             assert len(steps(folder)) > done.get(folder, 0)
             done[folder] = len(steps(folder))
         assert len(done) == 2
