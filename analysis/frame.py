@@ -75,7 +75,13 @@ def setting(row: dict[str, Any]) -> str:
         backward = f"{effective['block_q_dkv']}x{effective['block_kv_dkv']}"
         parts += [] if backward == parts[-1] else [f"bwd {backward}"]
         parts.append(f"dq {effective['dq_reduction_steps']}")
-    for name, heading in (("heads_per_call", "heads"), ("heads_at_once", "heads")):
-        if effective.get(name):
-            parts.append(f"{heading} {effective[name]}")
+    for some in (heads_per_call(row), effective.get("heads_at_once")):
+        if some:
+            parts.append(f"heads {some}")
     return " ".join(part for part in parts if part)
+
+
+def heads_per_call(row: dict[str, Any]) -> int:
+    """Heads that a call of the kernel serves, 0 for all of them, which older rows recorded as 0 themselves."""
+    found = row.get("effective", {}).get("heads_per_call", 0)
+    return 0 if found == row.get("heads") else found

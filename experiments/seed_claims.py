@@ -228,8 +228,10 @@ class _Key(NamedTuple):
 
 def _key(row: dict) -> _Key:
     effective = row.get("effective", {})
-    numbers = (effective.get(name, 0) for name in ("block_q", "dq_reduction_steps", "heads_per_call"))
-    return _Key(row["what"], row["visibility"], row["schedule"], row["seq_len"], *numbers)
+    numbers = (effective.get(name, 0) for name in ("block_q", "dq_reduction_steps"))
+    per_call = effective.get("heads_per_call", 0)
+    heads = 0 if per_call == row.get("heads") else per_call  # all of them, which older rows recorded as 0
+    return _Key(row["what"], row["visibility"], row["schedule"], row["seq_len"], *numbers, heads)
 
 
 def _compile_seconds(row: dict) -> float:

@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from research import errors, exits, experiment
-from research.config import ConfigError
+from research.config import ConfigError, check_precision
 from research.runs import files
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
@@ -36,6 +36,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
         logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         try:
+            check_precision()
             sys.exit(main())
         except Exception as error:
             _report(error)

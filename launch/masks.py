@@ -36,8 +36,7 @@ _PLOT = absl_flags.DEFINE_string("plot", "", "a PNG file to draw the first sched
 def main() -> int:
     """Measures what the command line describes, and returns the exit code."""
     console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 150)
-    with backends.compiling_for("tpu"):
-        requests = _sweep_requests(console) if flags.given() else [_single_request()]
+    requests = _sweep_requests(console) if flags.given() else [_single_request()]
     rows = []
     for request in requests:
         rows.append(masks.measure(request))
@@ -69,11 +68,11 @@ def _sweep_requests(console: rich.console.Console) -> list[masks.Request]:
     for overrides in module.sweep(arg):
         config = module.get_config(arg)
         experiment.override(config, flags.overrides() | overrides)
-        layers = model_spec.from_config(config).attention
+        layers = model_spec.from_config(config, "tpu").attention
         if layers.backend != "splash":
             continue
         try:
-            for kind, effective in config_lib.effective(config).items():
+            for kind, effective in config_lib.effective(config, "tpu").items():
                 sizes = (effective[name] for name in ("schedule", "block_q", "block_kv", "dq_reduction_steps"))
                 requests[_request(layers.visibility(kind), config.data.seq_len, *sizes)] = None
         except ConfigError as error:
@@ -86,7 +85,8 @@ def _sweep_requests(console: rich.console.Console) -> list[masks.Request]:
 def _request(visibility, seq_len: int, schedule: str, block_q: int, block_kv: int, steps: int) -> masks.Request:
     options = backends.Options(schedule, block_q=block_q, block_kv=block_kv, dq_reduction_steps=steps)
     try:
-        effective = backends.get("splash").resolve(visibility, seq_len, 128, "bfloat16", options, packed=False)
+        how = {"packed": False, "target": backends.target("tpu")}
+        effective = backends.get("splash").resolve(visibility, seq_len, 1, 128, "bfloat16", options, **how)
     except ValueError as error:
         raise ConfigError(f"--{error}") from error
     return masks.Request(visibility, effective["schedule"], seq_len, block_q, block_kv, effective["dq_reduction_steps"])

@@ -12,7 +12,9 @@ import rich.console
 import rich.table
 from absl import app, flags
 
+from research import errors
 from research.attention.spec import KINDS
+from research.config import ConfigError, check_precision
 from research.measure import peers
 
 _LENGTHS = flags.DEFINE_list("lengths", ["1024", "4096", "8192"], "sequence lengths")
@@ -26,6 +28,10 @@ flags.register_validator("kinds", lambda names: set(names) <= set(KINDS), f"must
 def main(argv: list[str]) -> None:
     """Measures every kind at every length."""
     del argv
+    try:
+        check_precision()
+    except ConfigError as error:
+        sys.exit(f"{errors.INVALID}: {error}")
     columns = ("kind", "tokens", "ours s", "peer s", "ratio", "ours peak MiB", "peer peak MiB")
     table = rich.table.Table(*columns, box=rich.box.SIMPLE_HEAD)
     for kind in _KINDS.value:

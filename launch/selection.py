@@ -12,6 +12,8 @@ import rich.console
 import rich.table
 from absl import app, flags
 
+from research import errors
+from research.config import ConfigError, check_precision
 from research.measure import selecting
 
 _LENGTHS = flags.DEFINE_list("lengths", ["4096", "8192", "16384"], "sequence lengths")
@@ -27,6 +29,10 @@ _MIB = 2**-20
 def main(argv: list[str]) -> None:
     """Measures every way at every length."""
     del argv
+    try:
+        check_precision()
+    except ConfigError as error:
+        sys.exit(f"{errors.INVALID}: {error}")
     columns = ("way", "tokens", "entries", "s", "temp MiB", "peak MiB", "status")
     table = rich.table.Table(*columns, box=rich.box.SIMPLE_HEAD)
     for seq_len in map(int, _LENGTHS.value):

@@ -41,8 +41,9 @@ def main() -> int:
     if not config.run.id:
         config.run.id = default_id(flags.target(), overrides)
     summary = run.run(config, overrides, console)
+    bits = f" ({summary['val_bits_per_byte']:.3f} bits/byte)" if "val_bits_per_byte" in summary else ""
     console.print(
-        f"loss {summary['final_loss']:.4f}, validation {summary['val_bits_per_byte']:.3f} bits/byte, "
+        f"loss {summary['final_loss']:.4f}, validation {summary['val_loss']:.4f}{bits}, "
         f"{summary['step_seconds']:.3f} s/step, {summary['tokens_per_second']:,.0f} tokens/s: "
         f"{config.run.root}/{config.run.id}/{SUMMARY}",
         soft_wrap=True,

@@ -8,6 +8,7 @@ dataclasses (`research.model.spec`). Integers use 0 for "unset"; no field is Non
 import dataclasses
 import math
 
+import jax
 import ml_collections
 
 from research import data as data_lib
@@ -20,6 +21,7 @@ from research.model.language_model import REMAT
 
 AOT_WHAT = ("op", "layer", "step")
 DTYPES = ("float32", "bfloat16")
+MOST_SEED = 2**32 - 1  # JAX makes its first key from 32 bits of an integer, without a word about the others
 WARM_UP_STEPS = 2  # after which steps are timed and traced: the first ones fill caches and allocators
 _SCORING = ("index_backend", "index_heads_at_once", "index_entries_at_once")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
@@ -137,26 +139,28 @@ def base_config() -> ml_collections.ConfigDict:
     return config.lock()
 
 
-def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> None:
+def validate(config: ml_collections.ConfigDict, platform: str | None = None, *, checks_memory: bool = True) -> None:
     """Checks every field and how they fit together, in milliseconds and without compiling anything.
 
     Args:
       config: a full config, as `base_config` makes it.
       platform: 'cpu', 'gpu' or 'tpu', what it is to run on; None is `backends.platform()`.
+      checks_memory: as in `backends.Target`.
 
     Raises:
       ConfigError: a setting is impossible, or has no effect together with the others.
       NotImplementedError: the chosen backend cannot serve the request.
     """
-    if config.seed < 0:
-        raise _error("seed", config.seed, "0 or more")
+    check_precision()
+    if type(config.seed) is not int or not 0 <= config.seed <= MOST_SEED:
+        raise _error("seed", config.seed, f"an integer from 0 to {MOST_SEED}, of which no two make the same numbers")
     _check_model(config.model)
     _check_attention(config.attention)
     _check_rope(config.rope)
     _check_data(config)
     _check_training(config)
     _check_distributed(config.distributed)
-    settings = effective(config, platform)
+    settings = effective(config, platform, checks_memory=checks_memory)
     if any(layer.get("interpreted") for layer in settings.values()):
         recomputed = (
             ("model.remat", config.model.remat, "none"),
@@ -170,14 +174,29 @@ def validate(config: ml_collections.ConfigDict, platform: str | None = None) -> 
                 )
 
 
-def effective(config: ml_collections.ConfigDict, platform: str | None = None) -> dict[str, backends.Effective]:
+def check_precision() -> None:
+    """Refuses JAX's 64-bit mode, under which the same config would make other numbers, with other rounding.
+
+    Asked of JAX itself: it is as well set by `jax.config` as by the environment.
+
+    Raises:
+      ConfigError: the mode is on.
+    """
+    if jax.config.jax_enable_x64:
+        raise ConfigError(
+            "JAX_ENABLE_X64=1: must be 0, also as jax_enable_x64 of jax.config: other numbers would come of one config"
+        )
+
+
+def effective(
+    config: ml_collections.ConfigDict, platform: str | None = None, *, checks_memory: bool = True
+) -> dict[str, backends.Effective]:
     """The settings that each kind of layer in the model will really use, its backend's name among them.
 
     Arguments and errors as `validate`, as far as attention goes.
     """
     try:
-        with backends.compiling_for(platform or backends.platform()):
-            settings = _resolve(config)
+        settings = _resolve(model_spec.from_config(config, platform, checks_memory=checks_memory), config.data.seq_len)
     except ValueError as error:
         raise ConfigError(f"config.attention.{error}") from error
     if "csa" not in settings and config.attention.csa_schedule != "auto":
@@ -206,14 +225,15 @@ def alignment(config: ml_collections.ConfigDict) -> int:
     return math.lcm(*(ratios[kind] for kind in config.model.layers)) if config.data.align_starts else 1
 
 
-def _resolve(config) -> dict[str, backends.Effective]:
-    spec = model_spec.from_config(config).attention
+def _resolve(model: model_spec.ModelSpec, seq_len: int) -> dict[str, backends.Effective]:
+    spec = model.attention
     backend = backends.get(spec.backend)
     settings = {}
-    for kind in dict.fromkeys(config.model.layers):
+    for kind in dict.fromkeys(model.layers):
         visibility, options = spec.visibility(kind), spec.options(kind)
         try:
-            resolved = backend.resolve(visibility, config.data.seq_len, spec.head_width, config.model.dtype, options)
+            shape = (seq_len, spec.heads_of_attend, spec.head_width)
+            resolved = backend.resolve(visibility, *shape, model.dtype, options, target=spec.target)
         except ValueError as error:
             # Backends know one schedule; that of CSA layers is a field of its own.
             prefix = "csa_" if kind == "csa" and str(error).startswith("schedule=") else ""
@@ -240,8 +260,6 @@ def _check_attention(attention) -> None:
             raise _error("attention.rope_width", attention.rope_width, f"at most {name}={attention[name]}")
     if attention.rope_width % 2:
         raise _error("attention.rope_width", attention.rope_width, "even, since channels are rotated in pairs")
-    if attention.heads_per_call and (attention.heads_per_call < 0 or attention.heads % attention.heads_per_call):
-        raise _error("attention.heads_per_call", attention.heads_per_call, f"0 (all) or a divisor of {attention.heads}")
     if attention.vmem_limit_kib < 0:
         raise _error("attention.vmem_limit_kib", attention.vmem_limit_kib, "0 (chosen for you) or more")
     if attention.heads % attention.out_groups:
@@ -251,8 +269,11 @@ def _check_attention(attention) -> None:
         raise _error(
             "attention.heads_at_once", at_once, f"0 (all), or divide {attention.heads} by a multiple of {least}"
         )
-    if at_once and attention.heads_per_call > at_once:
-        raise _error("attention.heads_per_call", attention.heads_per_call, f"at most heads_at_once={at_once}")
+    per_call, served = attention.heads_per_call, at_once or attention.heads
+    if per_call < 0 or (per_call and served % per_call):
+        of = f"heads_at_once={at_once}" if at_once else f"heads={served}"
+        allowed = f"0 (all) or one of {backends.divisors(served)}, the divisors of {of}"
+        raise _error("attention.heads_per_call", per_call, allowed)
     _check_stage(attention)
 
 

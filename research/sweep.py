@@ -80,9 +80,9 @@ def plan(target: str, common: experiment.Overrides, platform: str, fresh: bool) 
 
 
 def configs(
-    target: str, common: experiment.Overrides, platform: str
+    target: str, common: experiment.Overrides, platform: str, *, checks_memory: bool = True
 ) -> list[tuple[experiment.Overrides, ml_collections.ConfigDict]]:
-    """The points of a sweep as overrides and configs, each checked.
+    """The points of a sweep as overrides and configs, each checked; arguments as `validate` has them.
 
     Raises:
       ConfigError: a point is invalid; names every such point.
@@ -93,7 +93,7 @@ def configs(
         config = module.get_config(arg)
         try:
             experiment.override(config, common | overrides)
-            validate(config, platform)
+            validate(config, platform, checks_memory=checks_memory)
             found.append((overrides, config))
         except (ConfigError, NotImplementedError) as error:
             problems.append(f"\n  {experiment.label(overrides)}: {error}")

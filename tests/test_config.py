@@ -132,7 +132,9 @@ def test_every_field_is_read(monkeypatch, tmp_path):
 PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
 SPLASH = {"attention.backend": "splash"}
 REFUSED = [
-    ({"seed": -1}, "seed=-1: must be 0 or more"),
+    ({"seed": -1}, "seed=-1: must be an integer from 0 to 4294967295"),
+    ({"seed": 2**32}, "seed=4294967296: must be an integer from 0 to 4294967295"),
+    ({"seed": 2**64 + 1}, "seed=18446744073709551617: must be an integer from 0 to"),
     ({"model.layers": ()}, r"model.layers=\(\): must be a non-empty tuple with members among sliding, hca, csa"),
     ({"model.layers": ("hca,csa",)}, r"model.layers=\('hca,csa',\): must be .* among sliding, hca, csa"),
     ({"model.layers": ("hca", "HCA")}, r"model.layers=\('hca', 'HCA'\): must be .* among sliding, hca, csa"),
@@ -198,12 +200,22 @@ REFUSED = [
     ({"attention.rope_width": 15}, "attention.rope_width=15: must be even"),
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
-    ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or a divisor of 4"),
+    ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or one of 1, 2, 4, .*heads=4"),
     ({"attention.heads_at_once": 1}, r"attention.heads_at_once=1: must be 0 \(all\), or divide 4 by a multiple of 2"),
     ({"attention.heads_at_once": -2}, "attention.heads_at_once=-2: must be 0"),
     (
         {"attention.heads_at_once": 2, "attention.heads_per_call": 4},
-        "attention.heads_per_call=4: must be at most heads_at_once=2",
+        r"attention.heads_per_call=4: must be 0 \(all\) or one of 1, 2, the divisors of heads_at_once=2",
+    ),
+    (
+        {
+            **SPLASH,
+            "attention.heads": 12,
+            "attention.out_groups": 6,
+            "attention.heads_at_once": 6,
+            "attention.heads_per_call": 4,
+        },
+        r"attention.heads_per_call=4: must be 0 \(all\) or one of 1, 2, 3, 6, the divisors of heads_at_once=6",
     ),
     ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
     ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
@@ -312,6 +324,20 @@ def test_effective_settings_of_each_kind_of_layer():
     assert settings["hca"].items() >= {"backend": "splash", "schedule": "static", "interpreted": False}.items()
     assert settings["csa"]["schedule"] == schedules.resolve_name("auto", "csa")
     assert {layer["block_q"] for layer in settings.values()} == {512}
+
+
+@pytest.mark.parametrize(("platform", "interpreted"), [("cpu", True), ("gpu", True), ("tpu", False)])
+def test_an_interpreted_indexer_is_recorded(platform, interpreted):
+    config = changed({"attention.index_backend": "pallas", "attention.backend": "blockwise"})
+    assert config_lib.effective(config, platform)["csa"]["index_interpreted"] is interpreted
+
+
+def test_effective_heads_per_call_and_precision_are_what_is_used():
+    config = changed({**SPLASH, "attention.heads_at_once": 2})
+    for dtype, precision in (("float32", "highest"), ("bfloat16", "default")):
+        config.model.dtype = dtype
+        for layer in config_lib.effective(config, "tpu").values():
+            assert (layer["heads_per_call"], layer["precision"]) == (2, precision)
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("cpu", "blockwise"), ("gpu", "blockwise"), ("tpu", "splash")])

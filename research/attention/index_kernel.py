@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from research.attention.product import contract
+
 _BLOCK_Q = 128
 # Of the four axes of a grid the last one carries state from step to step.
 _ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
@@ -92,7 +94,7 @@ def _forward(q, keys, weights, scores):
 
     total = scores[0]
     for head in range(q.shape[1]):
-        total += jnp.maximum(_product(q[0, head], keys[0], (1, 1)), 0.0) * weights[0, 0, :, head : head + 1]
+        total += jnp.maximum(contract(q[0, head], keys[0], (1, 1)), 0.0) * weights[0, 0, :, head : head + 1]
     scores[0] = total
 
 
@@ -104,25 +106,21 @@ def _backward(q, keys, weights, d_scores, d_q, d_weights, d_keys):
 
     of_keys = jnp.zeros(d_keys.shape[-2:], jnp.float32)
     for head in range(q.shape[1]):
-        dots = _product(q[0, head], keys[0], (1, 1))
+        dots = contract(q[0, head], keys[0], (1, 1))
         passed = jnp.where(dots > 0, d_scores[0], 0.0)  # by the relu
         d_weights[0, 0, :, head : head + 1] += jnp.sum(passed * dots, axis=1, keepdims=True)
         d_dots = (passed * weights[0, 0, :, head : head + 1]).astype(keys.dtype)
-        d_q[0, head] += _product(d_dots, keys[0], (1, 0))
-        of_keys += _product(d_dots, q[0, head], (0, 0))
+        d_q[0, head] += contract(d_dots, keys[0], (1, 0))
+        of_keys += contract(d_dots, q[0, head], (0, 0))
     d_keys[0, 0, 0] = of_keys
-
-
-def _product(a, b, contracted: tuple[int, int]):
-    """In float32, and of float32 exactly: the TPU's matrix unit would round its operands to bfloat16."""
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _plan(heads_at_once, entries_at_once, q, keys, weights):
     """The grid (batch, queries, heads, entries), q [B, I, S, D], weights [B, groups, S, heads of one], block specs."""
     batch, seq_len, heads, width = q.shape
+    for name, size, length in (("heads", heads_at_once, heads), ("entries", entries_at_once, keys.shape[1])):
+        if length % size:  # the rest would be in no step of the grid
+            raise ValueError(f"{name}_at_once={size}: must be a divisor of {length}")
     block_q = min(_BLOCK_Q, seq_len)
     padding = -seq_len % block_q
     groups, blocks_q = heads // heads_at_once, math.ceil(seq_len / block_q)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from research.attention import backends, index_kernel
+from research.attention import index_kernel
 from research.attention.layout import LANES, round_up
+from research.attention.product import product
 
 BACKENDS = ("xla", "pallas")
 _DEFAULT_HEADS = {"xla": 1, "pallas": 8}
@@ -28,18 +29,20 @@ class Scoring:
     """How scores are computed; not what they are.
 
     Attributes:
-      backend: 'xla', or 'pallas', which is interpreted where there is no TPU.
+      backend: 'xla', or 'pallas'.
       heads_at_once: index heads whose products exist at a time, a divisor of I.
       entries_at_once: entries likewise; 0 is all.
+      interpreted: whether pallas's kernel is interpreted, as it must be where there is no TPU.
     """
 
     backend: str = "xla"
     heads_at_once: int = 1
     entries_at_once: int = 0
+    interpreted: bool = False
 
 
-def resolve(backend: str, heads_at_once: int, entries_at_once: int, heads: int) -> Scoring:
-    """What took effect of the fields `attention.index_...`, whose 0 and 'auto' leave the choice here.
+def resolve(backend: str, heads_at_once: int, entries_at_once: int, heads: int, platform: str) -> Scoring:
+    """What takes effect of the fields `attention.index_...` on a platform; 0 and 'auto' leave the choice here.
 
     Raises:
       ValueError: a setting is out of range; names it, its value and what is allowed.
@@ -47,7 +50,7 @@ def resolve(backend: str, heads_at_once: int, entries_at_once: int, heads: int) 
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"index_backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "pallas" if backends.platform() == "tpu" else "xla"
+        backend = "pallas" if platform == "tpu" else "xla"
     if heads_at_once < 0 or (heads_at_once and heads % heads_at_once):
         raise ValueError(f"index_heads_at_once={heads_at_once}: must be 0 (chosen for you) or a divisor of {heads}")
     if entries_at_once < 0 or entries_at_once % LANES:
@@ -55,7 +58,8 @@ def resolve(backend: str, heads_at_once: int, entries_at_once: int, heads: int) 
             f"index_entries_at_once={entries_at_once}: must be 0 (chosen for you) or a multiple of {LANES}"
         )
     default = next(size for size in range(_DEFAULT_HEADS[backend], 0, -1) if heads % size == 0)
-    return Scoring(backend, heads_at_once or default, entries_at_once or _DEFAULT_ENTRIES[backend])
+    interpreted = backend == "pallas" and platform != "tpu"
+    return Scoring(backend, heads_at_once or default, entries_at_once or _DEFAULT_ENTRIES[backend], interpreted)
 
 
 def index_scores(index: Index, scoring: Scoring) -> jax.Array:
@@ -71,8 +75,8 @@ def index_scores(index: Index, scoring: Scoring) -> jax.Array:
         return _of_entries(index, scoring.heads_at_once)
     padded = jnp.pad(index.keys, ((0, 0), (0, round_up(entries, size) - entries), (0, 0)))
     if scoring.backend == "pallas":
-        interpret = backends.platform() != "tpu"
-        return index_kernel.scores(scoring.heads_at_once, size, interpret, *index._replace(keys=padded))[..., :entries]
+        asked = scoring.heads_at_once, size, scoring.interpreted
+        return index_kernel.scores(*asked, *index._replace(keys=padded))[..., :entries]
     blocks = jnp.moveaxis(padded.reshape(len(padded), -1, size, padded.shape[2]), 1, 0)
     scores = jax.lax.map(lambda keys: _of_entries(index._replace(keys=keys), scoring.heads_at_once), blocks)
     return jnp.moveaxis(scores, 0, 2).reshape(*index.q.shape[:2], -1)[..., :entries]
@@ -85,13 +89,7 @@ def _of_entries(index: Index, heads_at_once: int) -> jax.Array:
     @functools.partial(jax.checkpoint, prevent_cse=False)  # within a scan nothing else would merge them
     def add_heads(scores_BxSxC, some):
         q_BxSxGxD, weights_BxSxG = some
-        dots = jnp.einsum(
-            "bsgd,bcd->bsgc",
-            q_BxSxGxD,
-            index.keys,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        dots = product("bsgd,bcd->bsgc", q_BxSxGxD, index.keys, jnp.float32)
         return scores_BxSxC + (jax.nn.relu(dots) * weights_BxSxG[..., None]).sum(axis=2), None
 
     nothing = jnp.zeros((batch, seq_len, index.keys.shape[1]), jnp.float32)

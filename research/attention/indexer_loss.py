@@ -21,6 +21,7 @@ from research.attention import selection
 from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.index_scores import Index, Scoring, index_scores
+from research.attention.product import product
 
 
 class Mean(NamedTuple):
@@ -155,7 +156,7 @@ class _Block(NamedTuple):
             q_BxQxD, sink = head
 
             def logits(keys, mask):
-                dots = jnp.einsum("bqd,bkd->bqk", q_BxQxD, keys, preferred_element_type=jnp.float32)
+                dots = product("bqd,bkd->bqk", q_BxQxD, keys, jnp.float32)
                 return jnp.where(mask, dots * scale, MASK_VALUE)
 
             local, entries = logits(heads.local, self.sees_local), logits(heads.compressed, seen)

@@ -12,6 +12,7 @@ from research.attention.compressor import Compressor
 from research.attention.indexer import Indexer, select
 from research.attention.linear import project, weight
 from research.attention.norms import RMSNorm, normalize
+from research.attention.product import product
 from research.attention.spec import AttentionSpec, RopeSpec
 
 
@@ -106,10 +107,11 @@ class Attention(hk.Module):
                 selected=selected,
                 options=self.options,
                 prepared=prepared,
+                target=spec.target,
             )
             out_BxSxHxD = rope_lib.rotate_back(out_BxSxHxD, positions, self.freqs)
             groups = out_BxSxHxD.reshape(batch, seq_len, *down.shape[:2])
-            return jnp.einsum("bsgi,gir->bsgr", groups, down)
+            return product("bsgi,gir->bsgr", groups, down)
 
         group_width = spec.heads * spec.head_width // spec.out_groups
         down = weight("out_down", (spec.out_groups, group_width, spec.out_rank)).astype(self.dtype)
@@ -118,7 +120,7 @@ class Attention(hk.Module):
 
     def _queries(self, low_rank_q, q_up, positions):
         """[B, S, H, D], of as many heads as `q_up` [q_rank, H * D] has."""
-        q_BxSxHxD = jnp.dot(low_rank_q, q_up).reshape(*positions.shape, -1, self.spec.head_width)
+        q_BxSxHxD = product("bsi,io->bso", low_rank_q, q_up).reshape(*positions.shape, -1, self.spec.head_width)
         q_BxSxHxD = normalize(q_BxSxHxD, self.norm_eps)
         return rope_lib.rotate(q_BxSxHxD, positions, self.freqs)
 
@@ -163,6 +165,8 @@ def _in_groups(of_heads, shared, by_head, spec: AttentionSpec):
     """
     if not spec.heads_at_once:
         return of_heads(*shared, by_head)
+    if spec.heads % spec.heads_at_once:
+        raise ValueError(f"heads_at_once={spec.heads_at_once}: must be a divisor of {spec.heads}")
     count = spec.heads // spec.heads_at_once
     q_up, sinks, down = by_head
     groups = (

@@ -6,6 +6,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from research.attention.product import product
+
 INIT_STD = 0.02  # DeepSeek's initializer_range
 
 
@@ -20,4 +22,4 @@ def project(name: str, x: jax.Array, width: int, out_dtype: Any = None) -> jax.A
     The product accumulates into `out_dtype`, by default x's dtype.
     """
     w = weight(name, (x.shape[-1], width))
-    return jnp.dot(x, w.astype(x.dtype), preferred_element_type=out_dtype)
+    return product("...i,io->...o", x, w.astype(x.dtype), out_dtype)

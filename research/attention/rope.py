@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research.attention.product import product
 from research.attention.spec import RopeSpec
 
 
@@ -77,7 +78,7 @@ def _quarter_turn(x: jax.Array) -> jax.Array:
     where every second channel is sliced out instead (LOG.md).
     """
     matrix = np.kron(np.eye(x.shape[-1] // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], np.float32))
-    return jnp.matmul(x, matrix, precision=jax.lax.Precision.HIGHEST)
+    return product("...i,io->...o", x, matrix)
 
 
 def _yarn_kept(rope: RopeSpec, theta: float, rope_width: int) -> np.ndarray:

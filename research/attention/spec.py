@@ -25,7 +25,10 @@ class RopeSpec:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """One set of attention settings for all layers of a model; see `config.attention`. `backend` is resolved."""
+    """One set of attention settings for all layers of a model; see `config.attention`. `backend` is resolved.
+
+    Beside them `target`, what the model is compiled for, by default this process's own devices.
+    """
 
     backend: str
     schedule: str
@@ -58,6 +61,7 @@ class AttentionSpec:
     sinks: bool
     csa_stage: str
     indexer_loss_weight: float
+    target: backends.Target = dataclasses.field(default_factory=backends.target)
 
     def visibility(self, kind: str) -> visibility_lib.Visibility:
         """The visibility of a layer of that kind ('sliding', 'hca' or 'csa')."""
@@ -80,8 +84,17 @@ class AttentionSpec:
     def scoring(self) -> index_scores.Scoring:
         """How CSA's indexer computes its scores here; ValueError where a setting is out of range."""
         return index_scores.resolve(
-            self.index_backend, self.index_heads_at_once, self.index_entries_at_once, self.index_heads
+            self.index_backend,
+            self.index_heads_at_once,
+            self.index_entries_at_once,
+            self.index_heads,
+            self.target.platform,
         )
+
+    @property
+    def heads_of_attend(self) -> int:
+        """Heads that one call of the backend's `attend` serves."""
+        return self.heads_at_once or self.heads
 
     @property
     def selects(self) -> bool:

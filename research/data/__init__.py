@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import ClassVar
 
 import grain
 import ml_collections
@@ -38,6 +39,7 @@ class Data:
     corpus: corpus.Corpus
     packing: PackingSpec
     seed: int
+    predicts_bytes: ClassVar[bool] = True  # each real token's target is a byte: losses are bits per byte, too
 
     @property
     def digest(self) -> str:
@@ -53,14 +55,17 @@ class Data:
         dataset = packing.batches(self.corpus.validation, self.packing, _VALIDATION_SEED, repeat=False)
         return itertools.islice(dataset, limit or None)
 
-    def documents(self, batch: Batch) -> list[str]:
-        """Names of the training documents that a batch's pieces were cut from; all of them, where pieces are alike."""
-        pieces = set()
+    def documents(self, batch: Batch, *, validation: bool = False) -> list[str]:
+        """Names of the training documents, or of those for `validation`, that a batch's pieces were cut from.
+
+        Where pieces are alike, all of them.
+        """
+        side, pieces = self.corpus.validation if validation else self.corpus.training, set()
         for targets, segments in zip(batch["targets"], batch["segments"], strict=True):
             pieces |= {targets[segments == segment].tobytes() for segment in range(segments.max() + 1)}
-        chunks = packing.Chunks(self.corpus.training, self.packing.longest_chunk)
+        chunks = packing.Chunks(side, self.packing.longest_chunk)
         found = {chunks.document(i) for i in range(len(chunks)) if chunks[i]["targets"].tobytes() in pieces}
-        return sorted(self.corpus.training[index].name for index in found)
+        return sorted(side[index].name for index in found)
 
     def describe(self) -> dict[str, str | int]:
         """What was read, for the run's record: source, documents and bytes of each side, duplicates, digest."""

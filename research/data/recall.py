@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator
+from typing import ClassVar
 
 import grain
 import numpy as np
@@ -52,6 +53,7 @@ class Recall:
     batch_size: int
     pairs: int
     seed: int
+    predicts_bytes: ClassVar[bool] = False  # but one of a few values
 
     def __post_init__(self):
         if self.batch_size < 1:
@@ -78,10 +80,10 @@ class Recall:
         """The first `limit` validation batches, the same for every seed; without a limit they never end."""
         return itertools.islice(self._batches((_VALIDATION,)), limit or None)
 
-    def documents(self, batch: Batch) -> list[str]:
+    def documents(self, batch: Batch, *, validation: bool = False) -> list[str]:
         """What a batch was made from, told as `research.data.Data` tells it."""
         del batch
-        return [f"{self.task} of seed {self.seed}"]
+        return [f"{self.task} for validation" if validation else f"{self.task} of seed {self.seed}"]
 
     def describe(self) -> dict[str, str | int]:
         """What the rows are, for the run's record."""

@@ -28,7 +28,6 @@ from research import errors, experiment, sweep
 from research.attention import backends, schedules
 from research.attention.backends import splash
 from research.attention.layer import Attention
-from research.attention.schedules import scalar_memory
 from research.measure import apart, chips, op, roofline
 from research.model import language_model
 from research.model import spec as model_spec
@@ -79,10 +78,9 @@ def plan(target: str, common: experiment.Overrides) -> list[tuple[experiment.Ove
       ConfigError: a point is invalid; names every such point. Lists that do not fit the scalar memory are no error.
     """
     points = {}
-    with scalar_memory.left_to_compiler():
-        for overrides, config in sweep.configs(target, common, "tpu"):
-            for point in of_config(config):
-                points.setdefault(point, (overrides, point, config.aot.timeout_minutes * 60))
+    for overrides, config in sweep.configs(target, common, "tpu", checks_memory=False):
+        for point in of_config(config):
+            points.setdefault(point, (overrides, point, config.aot.timeout_minutes * 60))
     return list(points.values())
 
 
@@ -132,30 +130,29 @@ def rows(point: Point) -> Iterator[dict[str, Any]]:
     Needs `environment`. What does not fit the scalar memory is left to the compiler to refuse.
     """
     device = topologies.get_topology_desc(platform="tpu", topology_name=point.topology).devices[0]
-    with backends.compiling_for("tpu"), scalar_memory.left_to_compiler():
-        config = point.config()
-        spec = model_spec.from_config(config)
-        common, host_seconds = identify(point), {}
+    config = point.config()
+    spec = model_spec.from_config(config, "tpu", checks_memory=False)
+    common, host_seconds = identify(point), {}
+    try:
+        effective, host_seconds = _resolve(point, spec)
+        common["effective"] = effective if len(effective) > 1 else next(iter(effective.values()))
+        common["schedule"] = "+".join(dict.fromkeys(e.get("schedule", "") for e in effective.values()))
+        build = {"op": _op, "layer": _layer, "step": _step}[point.what]
+        programs = build(point, config, spec, effective)
+    except Exception as error:
+        yield from (common | {"phase": phase, **failure(error)} for phase in PHASES[point.what])
+        return
+    for phase in PHASES[point.what]:
+        row = common | {"phase": phase, **host_seconds}
+        program, arguments, donated, cost = programs[phase]
         try:
-            effective, host_seconds = _resolve(point, spec)
-            common["effective"] = effective if len(effective) > 1 else next(iter(effective.values()))
-            common["schedule"] = "+".join(dict.fromkeys(e.get("schedule", "") for e in effective.values()))
-            build = {"op": _op, "layer": _layer, "step": _step}[point.what]
-            programs = build(point, config, spec, effective)
+            row |= _compile(device, program, arguments, donated, free_layout=point.what == "op")
+            if point.what != "op":
+                cost += roofline.Cost(0, 0, row["argument_bytes"] + row["output_bytes"])
         except Exception as error:
-            yield from (common | {"phase": phase, **failure(error)} for phase in PHASES[point.what])
-            return
-        for phase in PHASES[point.what]:
-            row = common | {"phase": phase, **host_seconds}
-            program, arguments, donated, cost = programs[phase]
-            try:
-                row |= _compile(device, program, arguments, donated, free_layout=point.what == "op")
-                if point.what != "op":
-                    cost += roofline.Cost(0, 0, row["argument_bytes"] + row["output_bytes"])
-            except Exception as error:
-                row |= failure(error)
-            chip = chip_of(point.topology)
-            yield row | roofline.bound(cost, chip) | {"chip": chip.name}
+            row |= failure(error)
+        chip = chip_of(point.topology)
+        yield row | roofline.bound(cost, chip) | {"chip": chip.name}
 
 
 def identify(point: Point) -> dict[str, Any]:
@@ -202,8 +199,10 @@ def _resolve(point: Point, spec: model_spec.ModelSpec) -> tuple[dict[str, backen
     backend = backends.get(spec.attention.backend)
     for kind in dict.fromkeys(spec.layers):
         visibility = spec.attention.visibility(kind)
-        shape = (point.seq_len, spec.attention.head_width, spec.dtype)
-        settings = backend.resolve(visibility, *shape, spec.attention.options(kind), packed=point.what == "step")
+        heads = spec.attention.heads if point.what == "op" else spec.attention.heads_of_attend
+        shape = (point.seq_len, heads, spec.attention.head_width, spec.dtype)
+        how = {"packed": point.what == "step", "target": spec.attention.target}
+        settings = backend.resolve(visibility, *shape, spec.attention.options(kind), **how)
         effective[kind] = {"backend": spec.attention.backend, **settings}
         if spec.attention.backend == "splash" and (build := schedules.TABLE[settings["schedule"]].host):
             build(*splash.kernel_of(visibility, point.seq_len, settings))
@@ -220,7 +219,7 @@ def _op(point, config, spec, effective) -> dict[str, Program]:
     arguments, selected = jax.eval_shape(functools.partial(op.arguments, single))
 
     def forward(arguments, selected):
-        return op.attend(single, arguments, selected)
+        return op.attend(single, arguments, selected, spec.attention.target)
 
     def forward_backward(arguments, selected, d_out):
         out, pull_back = jax.vjp(lambda arguments: forward(arguments, selected), arguments)

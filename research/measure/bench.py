@@ -6,7 +6,6 @@ from typing import Any
 import ml_collections
 
 from research import experiment, sweep
-from research.attention import backends
 from research.measure import apart, op
 from research.model import spec as model_spec
 
@@ -28,8 +27,7 @@ def plan(
 
 def of_config(config: ml_collections.ConfigDict, platform: str) -> list[op.Point]:
     """The attention of every kind of layer in a config."""
-    with backends.compiling_for(platform):
-        spec = model_spec.from_config(config).attention
+    spec = model_spec.from_config(config, platform).attention
     return [
         op.Point(
             backend=spec.backend,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from research import errors
 from research.attention import backends, selection
+from research.attention.product import product
 from research.attention.visibility import Visibility
 from research.measure.masks import visible_pairs
 
@@ -101,14 +102,14 @@ def useful_flops(point: Point, phase: str) -> int:
 def matmul_flops_per_second(dtype: str, size: int = 2048, repeats: int = 5) -> float:
     """What this device reaches on a plain product of two [size, size] matrices: the best of the repeats."""
     x = jnp.ones((size, size), dtype)
-    compiled = jax.jit(jnp.matmul).lower(x, x).compile()
+    compiled = jax.jit(lambda a, b: product("ij,jk->ik", a, b)).lower(x, x).compile()
     return 2 * size**3 / min(_time(compiled, x, x) for _ in range(repeats + 1))
 
 
 def rows(point: Point) -> Iterator[dict[str, Any]]:
     """`measure` of all phases, as they are done; one that fails is a row with its error's kind."""
     effective = backends.get(point.backend).resolve(
-        point.visibility, point.seq_len, point.head_width, point.dtype, point.options, packed=False
+        point.visibility, point.seq_len, point.heads, point.head_width, point.dtype, point.options, packed=False
     )
     common = {
         "backend": point.backend,
@@ -126,10 +127,15 @@ def rows(point: Point) -> Iterator[dict[str, Any]]:
             yield common | {"phase": phase, "status": errors.kind(error), "message": str(error)[:2000]}
 
 
-def attend(point: Point, arguments: dict[str, jax.Array], selected: jax.Array | None) -> jax.Array:
-    """The attention of a point, on `arguments`."""
+def attend(
+    point: Point,
+    arguments: dict[str, jax.Array],
+    selected: jax.Array | None,
+    target: backends.Target | None = None,
+) -> jax.Array:
+    """The attention of a point, on `arguments`; `target` as in `backends.Backend`."""
     return backends.get(point.backend).attend(
-        **arguments, visibility=point.visibility, selected=selected, options=point.options
+        **arguments, visibility=point.visibility, selected=selected, options=point.options, target=target
     )
 
 

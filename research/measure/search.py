@@ -7,7 +7,6 @@ import ml_collections
 
 from research import config as config_lib
 from research import experiment
-from research.attention import backends
 from research.config import ConfigError
 from research.measure import aot, roofline
 from research.model import spec as model_spec
@@ -29,9 +28,8 @@ def plan(config: ml_collections.ConfigDict) -> list[tuple[experiment.Overrides, 
     kinds = set(config.model.layers)
     if len(kinds) > 1:
         raise ConfigError(f"config.model.layers={config.model.layers}: must be of one kind, for a search")
-    with backends.compiling_for("tpu"):
-        if (name := model_spec.from_config(config).attention.backend) != "splash":
-            raise ConfigError(f"config.attention.backend={name}: must be splash, for a search")
+    if (name := model_spec.from_config(config, "tpu").attention.backend) != "splash":
+        raise ConfigError(f"config.attention.backend={name}: must be splash, for a search")
     heads = config.attention.heads
     groups = sorted({0, max(heads // 8, 1), 1} - {heads})
     planned = []
@@ -70,16 +68,15 @@ def _blocks(config: ml_collections.ConfigDict) -> list[tuple[int, int, int, int]
     for pair in itertools.product(SIZES, SIZES):
         chosen = config.copy_and_resolve_references()
         chosen.attention.block_q, chosen.attention.block_kv = pair
-        with backends.compiling_for("tpu"):
-            try:
-                config_lib.validate(chosen)
-            except ConfigError:
-                continue  # no legal pair for this length, or one whose list of blocks does not fit
-            spec = model_spec.from_config(chosen)
-            single = aot.op_point(chosen.data.batch_size, chosen.data.seq_len, spec, spec.layers[0])
-            effective = config_lib.effective(chosen)[spec.layers[0]]
-            for phase, found in seconds.items():
-                cost = roofline.of_op(single, effective, phase)
-                found.append((roofline.bound(cost, chip)["roofline_seconds"], pair))
+        try:
+            config_lib.validate(chosen, "tpu")
+        except ConfigError:
+            continue  # no legal pair for this length, or one whose list of blocks does not fit
+        spec = model_spec.from_config(chosen, "tpu")
+        single = aot.op_point(chosen.data.batch_size, chosen.data.seq_len, spec, spec.layers[0])
+        effective = config_lib.effective(chosen, "tpu")[spec.layers[0]]
+        for phase, found in seconds.items():
+            cost = roofline.of_op(single, effective, phase)
+            found.append((roofline.bound(cost, chip)["roofline_seconds"], pair))
     best = {phase: [pair for _, pair in sorted(found)[:_KEPT]] for phase, found in seconds.items()}
     return [(*a, *b) for a, b in itertools.product(best["forward"], best["backward"])]

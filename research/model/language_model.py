@@ -9,6 +9,7 @@ from research.attention.indexer_loss import Mean
 from research.attention.layer import Attention
 from research.attention.linear import INIT_STD, project
 from research.attention.norms import RMSNorm
+from research.attention.product import product
 from research.model.spec import ModelSpec
 
 REMAT = ("none", "block")
@@ -56,7 +57,7 @@ def build(spec: ModelSpec, measure: bool = False) -> hk.Transformed:
         of_indexers = jax.tree.map(lambda *x: jnp.stack(x).sum(), *of_indexers) if of_indexers else {}
         x_BxSxE = RMSNorm(spec.norm_eps, name="final_norm")(x_BxSxE)
         if spec.tied_head:
-            return jnp.einsum("bse,ve->bsv", x_BxSxE.astype(jnp.float32), embed.embeddings), of_indexers
+            return product("bse,ve->bsv", x_BxSxE.astype(jnp.float32), embed.embeddings), of_indexers
         return project("head", x_BxSxE.astype(jnp.float32), spec.vocab_size), of_indexers
 
     return hk.transform(forward)

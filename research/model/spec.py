@@ -26,13 +26,19 @@ class ModelSpec:
     rope: RopeSpec
 
 
-def from_config(config: ml_collections.ConfigDict) -> ModelSpec:
-    """The model of a config; `backends.platform()` settles `attention.backend='auto'`."""
+def from_config(
+    config: ml_collections.ConfigDict, platform: str | None = None, *, checks_memory: bool = True
+) -> ModelSpec:
+    """The model of a config, for a platform or, by default, this process's own; see `backends.Target`.
+
+    The platform settles what 'auto' chooses, and which kernels are interpreted.
+    """
     attention = config.attention.to_dict()
-    attention["backend"] = backends.resolve_name(attention["backend"])
+    target = backends.target(platform, checks_memory=checks_memory)
+    attention["backend"] = backends.resolve_name(attention["backend"], target.platform)
     return ModelSpec(
         **config.model.to_dict(),
         vocab_size=VOCAB_SIZE,
-        attention=AttentionSpec(**attention),
+        attention=AttentionSpec(**attention, target=target),
         rope=RopeSpec(**config.rope.to_dict()),
     )

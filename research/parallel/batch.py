@@ -8,6 +8,7 @@ import ml_collections
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from research.attention.indexer_loss import Mean
 from research.config import ConfigError
 
 AXIS = "batch"
@@ -60,28 +61,56 @@ def distribute(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]
     return {name: jax.make_array_from_callback(array.shape, rows, array.__getitem__) for name, array in batch.items()}
 
 
-def mean(
-    of_rows: Callable[[Any, Any], tuple[Any, jax.Array, Any]], mesh: Mesh
-) -> Callable[[Any, Any], tuple[Any, jax.Array, Any]]:
-    """Turns a mean over the tokens of some rows into the mean over those of the whole batch.
+def gradients(
+    terms: Callable[[Any, Any, Any], dict[str, Mean]], weights: dict[str, float], mesh: Mesh | None = None
+) -> Callable[[Any, Any, Any], tuple[Any, dict[str, Mean]]]:
+    """Turns the terms of a loss over some rows into the gradient of the loss over the whole batch.
 
-    Each device computes its own rows as if they were all, so any kernel will do, also one that XLA cannot partition.
+    The loss is the sum of `weight * total / count`, a term's total and count being those of all devices. So each term
+    is divided by what it counts itself, before the gradient is taken: tokens that have a target are not those that an
+    indexer learns from, and a mean that a device took of its own rows, weighted afterwards, would give one term the
+    other's share. Each device computes its own rows as if they were all, so any kernel will do, also one that XLA
+    cannot partition.
 
     Args:
-      of_rows: `(params, batch) -> (means, tokens, sums)`; means and sums are trees of arrays, tokens the number that
-        the means are over, int32 [].
-      mesh: `mesh`.
+      terms: `(trained, fixed, batch) -> {name: Mean}`, sums over the batch's rows; counts depend on the batch alone.
+      weights: of the terms that are minimised, by name, as far as there are such; the others are summed up only.
+      mesh: `mesh`, for batches that `distribute` made; None where there is one device.
 
     Returns:
-      A function of the same signature over batches that `distribute` made.
+      `(trained, fixed, batch) -> (gradient, terms)`: the loss's gradient by `trained`, and the whole batch's terms.
     """
+    summed = _summed if mesh is not None else lambda tree: tree
+
+    def of_rows(trained, fixed, batch):
+        def loss(trained):
+            own = terms(trained, fixed, batch)
+            counts = summed({name: mean.count for name, mean in own.items()})
+            shares = [
+                weight * Mean(own[name].total, counts[name]).mean() for name, weight in weights.items() if name in own
+            ]
+            # Not summed over the devices here: differentiated within shard_map, a sum's gradient is theirs times over.
+            return sum(shares), ({name: mean.total for name, mean in own.items()}, counts)
+
+        gradient, (totals, counts) = jax.grad(loss, has_aux=True)(trained)
+        totals = summed(totals)
+        return summed(gradient), {name: Mean(totals[name], counts[name]) for name in totals}
+
+    if mesh is None:
+        return of_rows
+    whole, rows = PartitionSpec(), PartitionSpec(AXIS)
+    return jax.shard_map(of_rows, mesh=mesh, in_specs=(whole, whole, rows), out_specs=whole, check_vma=False)
+
+
+def totals(of_rows: Callable[[Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any], Any]:
+    """Turns `(params, batch) -> sums`, a tree over some rows, into that over the rows of all devices."""
 
     def local(params, batch):
-        means, tokens, sums = of_rows(params, batch)
-        total = jax.lax.psum(tokens, AXIS)
-        share = tokens / jax.numpy.maximum(total, 1)
-        means = jax.tree.map(lambda x: jax.lax.psum(x * share.astype(x.dtype), AXIS), means)
-        return means, total, jax.lax.psum(sums, AXIS)
+        return _summed(of_rows(params, batch))
 
     whole, rows = PartitionSpec(), PartitionSpec(AXIS)
     return jax.shard_map(local, mesh=mesh, in_specs=(whole, rows), out_specs=whole, check_vma=False)
+
+
+def _summed(tree: Any) -> Any:
+    return jax.lax.psum(tree, AXIS)

@@ -105,17 +105,17 @@ def newest(folder: pathlib.Path, like: Any, warn: Callable[[str], None]) -> Rest
         if reasons := sorted({said for said in exchange(reason) if said}):
             damage[step] = "; ".join(reasons)
             continue
-        for number, aside in together(lambda: {number: _put_aside(folder, number) for number in damage}).items():
-            warn(f"checkpoint {number} is damaged ({damage[number]}); kept as {aside}")
+        kept = together(lambda: {damaged: _put_aside(folder, damaged) for damaged in damage})
+        for damaged, aside in kept.items():
+            warn(f"checkpoint {damaged} is damaged ({damage[damaged]}); kept as {aside}")
         return restored
     aside = sorted(path.name for path in folder.glob(f"*{_ASIDE}*")) if folder.is_dir() else []
     if damage or aside:
-        told = [f"{step}: {reason}" for step, reason in damage.items()] + [
-            f"{name}: put aside before" for name in aside
-        ]
+        told = [f"{step}: {reason}" for step, reason in damage.items()]
+        told += [f"{name}: put aside before" for name in aside]
         raise DamagedError(
-            f"{folder}: none of the checkpoints is whole ({'; '.join(told)}); nothing was changed. Put back a copy of one, "
-            "or move the folder away to start the run from its first step"
+            f"{folder}: none of the checkpoints is whole ({'; '.join(told)}); nothing was changed. Put back a copy of "
+            "one, or move the folder away to start the run from its first step"
         )
     return None
 
@@ -215,9 +215,9 @@ def _item(path: pathlib.Path, action: Callable[[], Any]) -> Any:
         with errors.of_disk(path):
             return action()
     except Exception as error:
-        if isinstance(error, FileNotFoundError) or not isinstance(error, OSError):
-            if reason := _evidence(path, error):
-                raise DamagedError(reason) from error
+        tells = isinstance(error, FileNotFoundError) or not isinstance(error, OSError)
+        if tells and (reason := _evidence(path, error)):
+            raise DamagedError(reason) from error
         raise
 
 

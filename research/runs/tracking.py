@@ -1,4 +1,4 @@
-"""What a run records of its steps: JSON lines always, and through `mirror` the same numbers under the same names in wandb.
+"""What a run records of its steps: JSON lines always, and through `mirror` the same numbers and names in wandb.
 
 A row goes to `metrics.jsonl` first. wandb runs in a process of its own: it may fail, hang or be killed, which costs one
 warning. Of several processes the first alone writes.
@@ -31,7 +31,7 @@ _STOP_SECONDS = 10.0  # likewise, where a scheduler waits for the run to end
 class Tracker:
     """Writes a run's rows and summary; a context manager, so that wandb learns how the run ended.
 
-    wandb starts along with it, and follows the file, to which rows are only appended from then on; `ready` waits for it.
+    wandb starts along with it and follows the file, to which rows are only appended from then on; see `ready`.
     """
 
     def __init__(self, folder: pathlib.Path, config: ml_collections.ConfigDict, say: Callable[[str], None] = print):
@@ -104,11 +104,11 @@ class _Mirror:
         threading.Thread(target=self._tell, args=(job,), daemon=True).start()  # a large table fills the pipe
 
     def start(self) -> str:
-        """Waits for wandb; returns what there is to say of it. Raises ConfigError where online was asked for in vain."""
+        """Waits for wandb, and returns what there is to say of it; raises as `Tracker.ready`."""
         answer = self._answer(_START_SECONDS)
         if "error" in answer:
             raise ConfigError(
-                f"config.wandb.mode={self._asked!r}: {answer['error']}; must be auto, offline or disabled without a server"
+                f"config.wandb.mode={self._asked!r}: {answer['error']}; must be auto, offline or disabled without it"
             )
         if "mode" not in answer:
             self._lost = True

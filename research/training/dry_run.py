@@ -7,7 +7,6 @@ import ml_collections
 import rich.console
 
 from research import config as config_lib
-from research.model import language_model
 from research.model import spec as model_spec
 from research.parallel import batch as parallel
 from research.training import flops, optimizer, report, trainer
@@ -15,7 +14,9 @@ from research.training import step as step_lib
 
 
 def dry_run(config: ml_collections.ConfigDict, console: rich.console.Console) -> None:
-    """Prints the resolved config, what takes effect, all shapes, FLOPs and the memory of a step, which is compiled.
+    """Prints the resolved config, what takes effect, all shapes, FLOPs, and the memory of a step and of validation.
+
+    Both are compiled.
 
     Raises:
       ConfigError: a setting is impossible, or `data.path` leads to no text.
@@ -25,8 +26,7 @@ def dry_run(config: ml_collections.ConfigDict, console: rich.console.Console) ->
     config_lib.validate(config)
     mesh = parallel.mesh(config.data.batch_size)
     data, spec = trainer.read_data(config), model_spec.from_config(config)
-    model, updates = language_model.build(spec), optimizer.build(config)
-    state = jax.eval_shape(lambda: step_lib.init(spec, updates, config.seed))
+    state = jax.eval_shape(lambda: step_lib.init(spec, optimizer.build(config), config.seed))
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parallel.replicated(mesh)), state)
     batch = jax.tree.map(_shape, parallel.distribute(next(data.validation_batches(1)), mesh))
 
@@ -40,9 +40,8 @@ def dry_run(config: ml_collections.ConfigDict, console: rich.console.Console) ->
     )
     per_token = flops.per_token(spec, config.data.seq_len, state.params)
     console.print(f"FLOPs of training: {per_token:.4g} a token, {per_token * batch['inputs'].size:.4g} a step")
-    with trainer.in_memory(config, "compiling the step"):
-        compiled = step_lib.compile_update(step_lib.make_update(model, updates, spec.attention, mesh), state, batch)
-    report.show_memory(console, state, batch, compiled.cost)
+    *_, cost = trainer.programs(config, state, batch, mesh)
+    report.show_memory(console, state, batch, cost)
 
 
 def _shape(x: jax.Array) -> Any:

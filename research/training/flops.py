@@ -18,8 +18,9 @@ def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
     6 for every parameter that the token is multiplied with, and 12 times heads times head width for every key that it
     sees: two products forward and four backward, recomputation not counted (PaLM, arXiv 2204.02311, appendix B, with
     the pairs that are visible in place of all). A third of it for what CSA's stage does not train, nothing for an
-    indexer that it does not ask; an indexer's loss adds the heads' product with the entries that a token attends.
-    Packed documents see fewer keys; norms, RoPE, softmax and pooling are left out.
+    indexer that it does not ask. An indexer scores every entry that is complete; its loss is over the entries that a
+    token attends, so it takes twice as much again for those alone, the selected ones in the sparse stage, and the
+    heads' product with them. Packed documents see fewer keys; norms, RoPE, softmax and pooling are left out.
 
     Args:
       spec: the model.
@@ -41,10 +42,12 @@ def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
         if kind == "csa":
             local = visible_pairs(SlidingWindow(attention.window), seq_len) / seq_len
             entries = HeavilyCompressed(attention.window, attention.csa_ratio)
-            scored = visible_pairs(entries, seq_len) / seq_len - local
-            flops += spec.repeats * 2 * indexer * scored * attention.index_heads * attention.index_head_width
+            complete, attended = visible_pairs(entries, seq_len) / seq_len - local, pairs - local
+            scored = complete if attention.selects or attention.trains_indexer else 0.0
             if attention.trains_indexer:
-                flops += spec.repeats * 2 * (pairs - local) * attention.heads * attention.head_width
+                scored += 2 * attended
+                flops += spec.repeats * 2 * attended * attention.heads * attention.head_width
+            flops += spec.repeats * 2 * scored * attention.index_heads * attention.index_head_width
     return flops
 
 

@@ -18,7 +18,6 @@ from research.runs import checkpoints, tracking
 from research.runs import folder as folder_lib
 from research.training import flops, inspection, profile, report
 from research.training.interruption import Interruption
-from research.training.loss import bits_per_byte
 from research.training.trainer import Trainer
 
 
@@ -150,7 +149,7 @@ class _Run:
 
                 logged = self._validates(step) or _due(step, config.train.log_every)
                 if logged:
-                    row |= {"bits_per_byte": bits_per_byte(row["loss"]), **meter.read()}
+                    row |= meter.read()
                 if step == config.train.steps or _due(step, config.train.checkpoint_every):
                     # Before validation, which may fail or be stopped and only measures.
                     self._save(writer, row if logged else {})
@@ -175,7 +174,6 @@ class _Run:
 
             found = self._trainer.evaluate(self._config.train.eval_batches, stop)
             row = row | {f"val_{name}": value for name, value in found.items()}
-            row["val_bits_per_byte"] = bits_per_byte(row["val_loss"])
             _require_finite(row, step, self._folder, self._trainer)
             writer.validated({step: row["val_loss"]})
         tracker.log(step, row)
@@ -183,13 +181,14 @@ class _Run:
 
 
 def _require_finite(row: dict[str, float], step: int, folder: pathlib.Path, trainer: Trainer) -> None:
-    for name in ("loss", "grad_norm", "val_loss"):
-        if not math.isfinite(row.get(name, 0.0)):
+    """Raises NonFiniteLossError where a number of the row is not finite, having kept what led there."""
+    for name in ("loss", "grad_norm", *row):  # where several are not, the loss is what is told of
+        if not math.isfinite(value := row.get(name, 0.0)):
             try:
-                where = inspection.keep(folder, trainer)
+                where = inspection.keep(folder, trainer, validating=name.startswith("val_"))
             except OSError as error:
                 where = f"its state and batch could not be kept: {error}"
-            raise errors.NonFiniteLossError(f"{name} is {row[name]} at step {step}; {where}")
+            raise errors.NonFiniteLossError(f"{name} is {value} at step {step}; {where}")
 
 
 def _due(step: int, every: int) -> bool:
@@ -223,9 +222,10 @@ def _outcome(rows: list[dict[str, float]]) -> dict[str, float]:
     """Where the losses ended, and the typical speed; the last row has a validation."""
     last, steady = rows[-1], rows[config_lib.WARM_UP_STEPS :] or rows
     typical = {
-        name: statistics.median(row[name] for row in steady)
+        # Where the rows are of several devices' kinds, some may lack a number: mfu is told of known chips only.
+        name: statistics.median(row[name] for row in steady if name in row)
         for name in ("step_seconds", "tokens_per_second", "mfu")
-        if name in last
+        if any(name in row for row in steady)
     }
     return {
         "steps": last["step"],

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from research.attention.indexer_loss import Mean
 from research.data.packing import NO_TARGET
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean cross-entropy over the real tokens, those of a document that have a target.
+def cross_entropy(logits: jax.Array, targets: jax.Array, segments: jax.Array) -> Mean:
+    """Cross-entropy of the real tokens, those of a document that have a target.
 
     Args:
       logits: [B, S, V], any float dtype; computed in float32.
@@ -18,12 +19,11 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, segments: jax.Array) ->
       segments: int32 [B, S], >= 0 for a document, -1 for padding.
 
     Returns:
-      The mean in nats, float32 [], exactly 0 where no token is real; and the number of real tokens, int32 [].
+      Their sum in nats, float32 [], exactly 0 where no token is real; and the number of real tokens, int32 [].
     """
     real = (segments >= 0) & (targets != NO_TARGET)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-    tokens = real.sum()
-    return jnp.where(real, losses, 0.0).sum() / jnp.maximum(tokens, 1), tokens
+    return Mean(jnp.where(real, losses, 0.0).sum(), real.sum())
 
 
 def bits_per_byte(nats: float) -> float:

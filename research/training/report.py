@@ -29,10 +29,12 @@ def show_run(
 
 
 def show_memory(console: rich.console.Console, state: State, batch: dict[str, Any], cost: dict[str, Any]) -> None:
-    """Prints how the bytes that a compiled step needs on each device come about; `cost` as in `step.Compiled`."""
+    """Prints how the bytes come about that a step and a validation need on each device; `cost` as in `Trainer`."""
     table = rich.table.Table("memory of a device", title="memory, by the compiler's account", box=_BOX)
     table.add_column("MiB", justify="right")
     per_device = cost["argument_bytes"] + cost["temp_bytes"] + cost["output_bytes"] - cost["alias_bytes"]
+    # Parameters are among its arguments; the optimizer's state is not, and stays where it is.
+    validating = cost["eval_argument_bytes"] + cost["eval_temp_bytes"] + cost["eval_output_bytes"]
     parts = {
         "parameters": _bytes(state.params),
         "optimizer": _bytes(state.opt_state),
@@ -40,6 +42,8 @@ def show_memory(console: rich.console.Console, state: State, batch: dict[str, An
         "temporaries": cost["temp_bytes"],
         "outputs beside the arguments": cost["output_bytes"] - cost["alias_bytes"],
         "in all": per_device,
+        "temporaries of validation": cost["eval_temp_bytes"],
+        "in all, validating": validating + _bytes(state.opt_state),
     }
     for name, size in parts.items():
         table.add_row(name, f"{size / 2**20:,.1f}")
@@ -83,6 +87,7 @@ _SHOWN = {
     "bits_per_byte": "{:.3f} bits/byte",
     "indexer_kl": "indexer {:.3f} nats",
     "val_bits_per_byte": "validation {:.3f}",
+    "val_accuracy": "{:.1%} of answers right",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "{:.1%} MFU",
 }

@@ -32,7 +32,7 @@ class State(NamedTuple):
 def init(
     spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int, sharding: jax.sharding.Sharding | None = None
 ) -> State:
-    """The state before the first update, laid out as `sharding` says.
+    """The state before the first update, laid out as `sharding` says; `seed` is from 0 to 2**32 - 1.
 
     Parameters depend neither on the backend nor on the length, so they are made by the dense one, on the shortest
     sequence that has a compressed entry of every kind: Haiku runs the whole model for it.
@@ -47,25 +47,35 @@ def init(
         params = model.init(key, tokens, tokens, tokens)
         return State(params, optimizer.init(params))
 
-    return jax.jit(create, out_shardings=sharding)(jax.random.key(seed))
+    # Named, for JAX's defaults are the environment's to change, and with them the numbers of a seed.
+    with jax.threefry_partitionable(True):
+        return jax.jit(create, out_shardings=sharding)(jax.random.key(seed, impl="threefry2x32"))
 
 
-def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
-    """Mean loss over the batch's real tokens, their number, and what the model says of its indexers.
+def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
+    """Sums over the batch, each with what it is to be divided by.
 
-    See `loss.cross_entropy` and `research.attention.indexer_loss`.
+    Returns:
+      loss: the language model's, over the tokens that have a target; see `loss.cross_entropy`.
+      indexer_...: what the model says of its indexers, over the layers and tokens that they have a part in; see
+        `research.attention.indexer_loss`.
     """
     logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
-    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), of_indexers
+    return _losses(logits, of_indexers, batch)
 
 
-def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> tuple[jax.Array, jax.Array, dict[str, Mean]]:
-    """What validation asks for: as `losses`, the last by full name (`indexer_...`), and a recall task's accuracy."""
+def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
+    """What validation asks for: as `losses`, and a recall task's accuracy."""
     logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
-    means = {f"indexer_{name}": mean for name, mean in of_indexers.items()}
+    means = _losses(logits, of_indexers, batch)
     if "distances" in batch:
         means |= accuracy.by_distance(logits, batch["targets"], batch["distances"])
-    return *loss.cross_entropy(logits, batch["targets"], batch["segments"]), means
+    return means
+
+
+def _losses(logits: jax.Array, of_indexers: dict[str, Mean], batch: dict) -> dict[str, Mean]:
+    language = {"loss": loss.cross_entropy(logits, batch["targets"], batch["segments"])}
+    return language | {f"indexer_{name}": mean for name, mean in of_indexers.items()}
 
 
 def make_update(
@@ -78,37 +88,30 @@ def make_update(
 
     Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
     tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
-    before clipping, of all that learns. Where loss or grad_norm is not finite, the state returned is the one given:
-    what led there can be looked at. With a mesh, the devices share the rows of the batch; see `parallel.distribute`.
+    before clipping, of all that learns. Where one of them is not finite, the state returned is the one given: what led
+    there can be looked at. With a mesh, the devices share the rows of the batch; see `parallel.gradients`.
     """
     trains = optimizer_lib.trains(attention)
+    weights = {"loss": 1.0, "indexer_kl": attention.indexer_loss_weight}
 
-    def gradients(params: hk.Params, batch: dict):
-        trained, fixed = hk.data_structures.partition(lambda module, *_: trains[optimizer_lib.group(module)], params)
+    def terms(trained: hk.Params, fixed: hk.Params, batch: dict) -> dict[str, Mean]:
+        return losses(model, hk.data_structures.merge(trained, fixed), batch)
 
-        def of_trained(trained):
-            loss_value, tokens, of_indexers = losses(model, hk.data_structures.merge(trained, fixed), batch)
-            value = loss_value
-            if "kl" in of_indexers:
-                value += attention.indexer_loss_weight * of_indexers["kl"].mean()
-            return value, (loss_value, tokens, of_indexers)
-
-        grads, (loss_value, tokens, of_indexers) = jax.grad(of_trained, has_aux=True)(trained)
-        grads = hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))
-        return (loss_value, grads), tokens, of_indexers
-
-    if mesh is not None:
-        gradients = parallel.mean(gradients, mesh)
+    gradients = parallel.gradients(terms, weights, mesh)
 
     def apply(state: State, grads: hk.Params) -> State:
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, changes), opt_state)
 
     def update(state: State, batch: dict) -> tuple[State, Metrics]:
-        (value, grads), tokens, of_indexers = gradients(state.params, batch)
-        metrics = {"loss": value, "tokens": tokens, "grad_norm": optax.tree.norm(grads)}
-        metrics |= {f"indexer_{name}": mean.mean() for name, mean in of_indexers.items()}
-        finite = jnp.isfinite(value) & jnp.isfinite(metrics["grad_norm"])
+        trained, fixed = hk.data_structures.partition(
+            lambda module, *_: trains[optimizer_lib.group(module)], state.params
+        )
+        grads, means = gradients(trained, fixed, batch)
+        grads = hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))
+        metrics = {name: mean.mean() for name, mean in means.items()}
+        metrics |= {"tokens": means["loss"].count, "grad_norm": optax.tree.norm(grads)}
+        finite = jnp.stack([jnp.isfinite(value) for value in metrics.values()]).all()
         # A branch, not a selection, which would need the memory of both states.
         return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics
 
@@ -117,22 +120,22 @@ def make_update(
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled update and its price.
+    """A compiled program and its price.
 
     Attributes:
-      update: as `make_update` returns it; donates the state it is given.
+      program: the function that was compiled.
       cost: lower_seconds (tracing, with the construction of static masks), compile_seconds, and from the compiler
         temp_bytes, argument_bytes, output_bytes, and alias_bytes, those of outputs that take an argument's place.
     """
 
-    update: Callable[[State, dict], tuple[State, Metrics]]
+    program: Callable
     cost: dict[str, Any]
 
 
-def compile_update(update: Callable, state: State, batch: dict) -> Compiled:
-    """Lowers and compiles for the shapes of these arguments, and runs nothing."""
+def compile_program(function: Callable, *arguments: Any, donated: int | tuple[int, ...] = ()) -> Compiled:
+    """Lowers and compiles for these arguments or their shapes, of which some are `donated`; runs nothing."""
     start = time.perf_counter()
-    lowered = jax.jit(update, donate_argnums=0).lower(state, batch)
+    lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import pathlib
 import re
 import time
@@ -10,10 +11,12 @@ from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 
 from research import config as config_lib
 from research import data as data_lib
 from research import errors
+from research.attention.indexer_loss import Mean
 from research.errors import ConfigError, DamagedError
 from research.model import language_model
 from research.model import spec as model_spec
@@ -22,6 +25,7 @@ from research.runs import checkpoints, files
 from research.runs.folder import FINISHED, SUMMARY
 from research.training import flops, optimizer
 from research.training import step as step_lib
+from research.training.loss import bits_per_byte
 
 
 class Trainer:
@@ -35,7 +39,8 @@ class Trainer:
       state: parameters and optimizer, the same on every device.
       done: updates that made the state.
       batch: the last batch that was taken from the iterator.
-      cost: what `step.Compiled` says of the update, and flops_per_token; after `compile`.
+      nonfinite_batch: the first batch of the last `evaluate` whose measures were not all finite, None if all were.
+      cost: of `programs`, and flops_per_token; after `compile`.
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
@@ -49,12 +54,12 @@ class Trainer:
         self.effective = config_lib.effective(config)
         self.spec = model_spec.from_config(config)
         self.data = read_data(config)
-        self.iterator, self.batch = self.data.train_iterator(), None
+        self.iterator, self.batch, self.nonfinite_batch = self.data.train_iterator(), None, None
         self._config, self._mesh = config, parallel.mesh(config.data.batch_size)
-        self._model, self._optimizer = language_model.build(self.spec), optimizer.build(config)
         self.done = 0
         with in_memory(self._config, "making the first state"):
-            self.state = step_lib.init(self.spec, self._optimizer, config.seed, parallel.replicated(self._mesh))
+            sharding = parallel.replicated(self._mesh)
+            self.state = step_lib.init(self.spec, optimizer.build(config), config.seed, sharding)
 
     def restore(self, done: int, state: step_lib.State, iterator: dict[str, Any]) -> None:
         """Goes on from a checkpoint."""
@@ -94,21 +99,17 @@ class Trainer:
         return {"run": str(folder), "step": step, "digest": taken.digest}
 
     def compile(self) -> None:
-        """Compiles the update, and learns its `cost`."""
+        """Compiles the update and the validation, and learns their `cost`."""
         shapes = parallel.distribute(next(self.data.validation_batches(1)), self._mesh)
-        update = step_lib.make_update(self._model, self._optimizer, self.spec.attention, self._mesh)
-        with in_memory(self._config, "compiling the step"):
-            compiled = step_lib.compile_update(update, self.state, shapes)
-        flops_per_token = flops.per_token(self.spec, self._config.data.seq_len, self.state.params)
-        self._update, self.cost = compiled.update, compiled.cost | {"flops_per_token": flops_per_token}
-        measuring = language_model.build(self.spec, measure=True)
-        self._measures = jax.jit(parallel.mean(functools.partial(step_lib.measures, measuring), self._mesh))
+        self._update, self._measures, cost = programs(self._config, self.state, shapes, self._mesh)
+        self.cost = cost | {"flops_per_token": flops.per_token(self.spec, self._config.data.seq_len, self.state.params)}
 
     def update(self) -> tuple[dict[str, float], float, float]:
         """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.
 
-        Where the metrics are not all finite, the state is still the one before.
+        Where the metrics are not all finite, the update is not done: state, iterator and `done` are those before it.
         """
+        before = self.iterator.get_state()
         start = time.perf_counter()
         self.batch = next(self.iterator)
         fetched = time.perf_counter()
@@ -116,27 +117,59 @@ class Trainer:
             self.state, metrics = self._update(self.state, parallel.distribute(self.batch, self._mesh))
             # Waiting here keeps step times exact, and names the step at which a loss goes wrong.
             row = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        self.done += 1
-        return row, fetched - start, time.perf_counter() - fetched
+        seconds = time.perf_counter() - fetched
+        if all(map(math.isfinite, row.values())):
+            self.done += 1
+        else:
+            self.iterator.set_state(before)
+        return self._in_bits(row), fetched - start, seconds
 
-    def evaluate(self, batches: int, between: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, batches: int, before_batch: Callable[[], None]) -> dict[str, float]:
         """Means over the first validation batches: the loss, and the other `step.measures`.
 
-        `between()` is called before each of them, and may raise.
+        Args:
+          batches: how many.
+          before_batch: called before each; what it raises ends the evaluation.
         """
-        total, count, others = 0.0, 0, []
+        sums: dict[str, Mean] = {}
+        self.nonfinite_batch = None
         with in_memory(self._config, "validation"):
             for batch in self.data.validation_batches(batches):
-                between()
-                found = self._measures(self.state.params, parallel.distribute(batch, self._mesh))
-                loss, tokens, of_batch = jax.device_get(found)
-                total, count = total + loss.item() * tokens.item(), count + tokens.item()
-                others.append(of_batch)
-        means = {"loss": total / count}
-        for name, mean in jax.tree.map(lambda *x: sum(leaf.item() for leaf in x), *others).items():
-            if mean.count:
-                means[name] = mean.total / mean.count
-        return means
+                before_batch()
+                found = jax.device_get(self._measures(self.state.params, parallel.distribute(batch, self._mesh)))
+                for name, mean in found.items():
+                    total, count = sums.get(name, Mean(0.0, 0))
+                    sums[name] = Mean(total + mean.total.item(), count + mean.count.item())
+                if self.nonfinite_batch is None and not all(np.isfinite(mean.total) for mean in found.values()):
+                    self.nonfinite_batch = batch
+        return self._in_bits({name: mean.total / mean.count for name, mean in sums.items() if mean.count})
+
+    def _in_bits(self, row: dict[str, float]) -> dict[str, float]:
+        """Adds the loss in bits per byte, where the data's targets are bytes."""
+        return row | ({"bits_per_byte": bits_per_byte(row["loss"])} if self.data.predicts_bytes else {})
+
+
+def programs(
+    config: ml_collections.ConfigDict, state: step_lib.State, batch: dict[str, jax.Array], mesh: jax.sharding.Mesh
+) -> tuple[Callable, Callable, dict[str, Any]]:
+    """Compiles what training runs, for these arrays or their shapes.
+
+    Returns:
+      The update, see `step.make_update`; `(params, batch) -> step.measures` of all devices; and what both cost: the
+      keys of `step.Compiled.cost`, for the second with `eval_` before them.
+
+    Raises:
+      MemoryError: the compiler finds too little memory.
+    """
+    spec = model_spec.from_config(config)
+    update = step_lib.make_update(language_model.build(spec), optimizer.build(config), spec.attention, mesh)
+    measures = functools.partial(step_lib.measures, language_model.build(spec, measure=True))
+    with in_memory(config, "compiling the step"):
+        step = step_lib.compile_program(update, state, batch, donated=0)
+    with in_memory(config, "compiling the validation"):
+        validation = step_lib.compile_program(parallel.totals(measures, mesh), state.params, batch)
+    cost = step.cost | {f"eval_{name}": value for name, value in validation.cost.items()}
+    return step.program, validation.program, cost
 
 
 def in_memory(config: ml_collections.ConfigDict, doing: str) -> contextlib.AbstractContextManager[None]:

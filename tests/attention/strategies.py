@@ -57,7 +57,7 @@ def strategies(visibility: Visibility, seq_len: int, block: int = 128) -> list[S
         distinct = {}
         for options in asked:
             with contextlib.suppress(ValueError):
-                effective = backends.get(name).resolve(visibility, seq_len, WIDTH, "float32", options)
+                effective = backends.get(name).resolve(visibility, seq_len, HEADS, WIDTH, "float32", options)
                 distinct.setdefault(tuple(effective.items()), Strategy(name, options))
         found += distinct.values() or [Strategy(name, backends.DEFAULT)]
     return found
@@ -126,7 +126,7 @@ def inputs(visibility: Visibility, seq_len: int, segments=None, *, sinks=True, b
 
 
 @functools.cache
-def differentiated(strategy: Strategy, visibility: Visibility):
+def differentiated(strategy: Strategy, visibility: Visibility, target: backends.Target | None = None):
     """Jitted `(arguments, d_out) -> "out" and the gradients`, as `oracles.attention` returns them."""
     backend, options = backends.get(strategy.backend), strategy.options
 
@@ -134,7 +134,8 @@ def differentiated(strategy: Strategy, visibility: Visibility):
     def run(arguments, d_out):
         def attend(varied):
             prepared = backend.prepare(visibility, d_out.shape[1], arguments["segments"], options)
-            return backend.attend(**{**arguments, **varied}, visibility=visibility, options=options, prepared=prepared)
+            settings = {"visibility": visibility, "options": options, "prepared": prepared, "target": target}
+            return backend.attend(**{**arguments, **varied}, **settings)
 
         varied = {name: arguments[name] for name in DIFFERENTIABLE if arguments[name] is not None}
         out, pull_back = jax.vjp(attend, varied)

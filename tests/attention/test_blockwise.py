@@ -55,18 +55,18 @@ def test_csa_never_holds_its_logits(schedule):
 )
 def test_options_it_cannot_honour_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        blockwise.resolve(HeavilyCompressed(128, 128), 512, WIDTH, "float32", backends.Options(**options))
+        blockwise.resolve(HeavilyCompressed(128, 128), 512, HEADS, WIDTH, "float32", backends.Options(**options))
 
 
 def test_csa_gathers_once_most_entries_are_not_selected():
     few, many = CompressedSparse(128, 4, 32), CompressedSparse(128, 4, 33)
-    assert blockwise.resolve(few, 512, WIDTH, "float32", backends.DEFAULT)["schedule"] == "gather"
-    assert blockwise.resolve(many, 512, WIDTH, "float32", backends.DEFAULT)["schedule"] == "stream"
+    assert blockwise.resolve(few, 512, HEADS, WIDTH, "float32", backends.DEFAULT)["schedule"] == "gather"
+    assert blockwise.resolve(many, 512, HEADS, WIDTH, "float32", backends.DEFAULT)["schedule"] == "stream"
     asked = backends.Options("gather", block_kv=64)
     with pytest.raises(ValueError, match="block_kv=64: has no effect"):
-        blockwise.resolve(few, 512, WIDTH, "float32", asked)
+        blockwise.resolve(few, 512, HEADS, WIDTH, "float32", asked)
 
 
 def test_block_of_entries_means_nothing_to_a_sliding_window():
     with pytest.raises(ValueError, match="block_kv=64: has no effect"):
-        blockwise.resolve(SlidingWindow(128), 512, WIDTH, "float32", backends.Options(block_kv=64))
+        blockwise.resolve(SlidingWindow(128), 512, HEADS, WIDTH, "float32", backends.Options(block_kv=64))

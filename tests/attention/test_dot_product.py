@@ -44,7 +44,7 @@ def test_every_option_is_refused(field):
     options = backends.Options(**{field.name: value})
     message = rf"^{field.name}={value!r}: has no effect with backend='dot_product'; leave {field.default!r}$"
     with pytest.raises(ValueError, match=message):
-        dot_product.resolve(SlidingWindow(8), 64, 16, "float32", options)
+        dot_product.resolve(SlidingWindow(8), 64, 2, 16, "float32", options)
     arguments, _ = lib.inputs(SlidingWindow(8), 64)
     with pytest.raises(ValueError, match=message):
         dot_product.attend(**arguments, visibility=SlidingWindow(8), options=options)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research.attention import selection
+from research.attention import index_kernel, selection
+from research.attention import index_scores as index_scores_lib
 from research.attention.index_scores import Index, Scoring, index_scores
 from research.attention.indexer import Indexer, select
 from research.attention.rope import frequencies
@@ -20,8 +21,8 @@ SCORINGS = [
     Scoring("xla", 1, 0),
     Scoring("xla", 2, 16),
     Scoring("xla", 4, 16),
-    Scoring("pallas", 1, 512),
-    Scoring("pallas", 2, 16),
+    Scoring("pallas", 1, 512, interpreted=True),
+    Scoring("pallas", 2, 16, interpreted=True),
 ]
 
 
@@ -147,3 +148,17 @@ def test_only_entries_of_the_own_document_are_picked():
     own[3:6] = [[0]] * 3  # window 1 straddles
     own[11:16] = [[2]] * 4 + [[2, 3]]
     assert [np.flatnonzero(row).tolist() for row in picked] == own
+
+
+@pytest.mark.parametrize("sizes", [(3, 16), (2, 10)], ids=str)
+def test_kernel_refuses_steps_that_leave_heads_or_entries_out(sizes):
+    index = random_index(1, 8, 16)
+    with pytest.raises(ValueError, match=r"^(heads_at_once=3: must be a divisor of 4|entries_at_once=10: .* of 16)"):
+        index_kernel.scores(*sizes, True, *index)
+
+
+def test_scoring_says_where_its_kernel_is_interpreted():
+    found = {p: index_scores_lib.resolve("pallas", 0, 0, 4, p).interpreted for p in ("cpu", "gpu", "tpu")}
+    assert found == {"cpu": True, "gpu": True, "tpu": False}
+    assert not index_scores_lib.resolve("xla", 0, 0, 4, "cpu").interpreted
+    assert [index_scores_lib.resolve("auto", 0, 0, 4, p).backend for p in ("cpu", "tpu")] == ["xla", "pallas"]

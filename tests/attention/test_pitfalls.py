@@ -149,4 +149,4 @@ def test_row_with_only_a_sink_is_zero(backend):
 def test_steps_of_two_are_refused(backend):
     options = dataclasses.replace(backends.DEFAULT, dq_reduction_steps=2)
     with pytest.raises(ValueError, match=r"^dq_reduction_steps=2: "):
-        backends.get(backend).resolve(HCA, 489, 64, "float32", options)
+        backends.get(backend).resolve(HCA, 489, 2, 64, "float32", options)

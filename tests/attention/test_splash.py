@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -18,8 +19,8 @@ HCA = HeavilyCompressed(100, 128)
 BLOCKS = [field.name for field in dataclasses.fields(backends.Options) if field.name.startswith("block_")]
 
 
-def resolve(options, visibility=HCA, seq_len=600, dtype="bfloat16", packed=True):
-    return backends.get("splash").resolve(visibility, seq_len, lib.WIDTH, dtype, options, packed)
+def resolve(options, visibility=HCA, seq_len=600, dtype="bfloat16", packed=True, target=None):
+    return backends.get("splash").resolve(visibility, seq_len, lib.HEADS, lib.WIDTH, dtype, options, packed, target)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,8 @@ def resolve(options, visibility=HCA, seq_len=600, dtype="bfloat16", packed=True)
         ({"block_kv_dkv": 384, "block_kv_dkv_compute": 256}, "block_kv_dkv_compute=256: must divide block_kv_dkv=384"),
         ({"dq_reduction_steps": 2}, "dq_reduction_steps=2: must be 0 .* or 3"),
         ({"dq_reduction_steps": -1}, "dq_reduction_steps=-1: must be 0 .* or 3"),
+        ({"heads_per_call": 4}, r"heads_per_call=4: must be 0 \(all\) or one of 1, 2"),
+        ({"heads_per_call": -1}, r"heads_per_call=-1: must be 0 \(all\) or one of 1, 2"),
         ({"schedule": "lazy"}, f"schedule='lazy': must be auto or one of {', '.join(schedules.TABLE)}"),
     ],
     ids=str,
@@ -128,8 +131,7 @@ def test_few_partial_sums_keep_the_dtype_of_q(steps):
 
 def test_only_a_tpu_does_not_interpret():
     for platform, interpreted in (("cpu", True), ("gpu", True), ("tpu", False)):
-        with backends.compiling_for(platform):
-            assert resolve(backends.DEFAULT)["interpreted"] is interpreted
+        assert resolve(backends.DEFAULT, target=backends.target(platform))["interpreted"] is interpreted
 
 
 def test_interpreted_memory_is_nan_until_written():
@@ -152,9 +154,8 @@ def test_lowers_for_a_tpu(strategy, visibility, packed):
     """Two kernels, forward and backward, for all heads and sequences of the batch together."""
     segments = np.zeros((2, 1000)) if packed else None
     arguments, d_out = lib.inputs(visibility, 1000, segments, batch=2, dtype=jnp.bfloat16)
-    with backends.compiling_for("tpu"):
-        traced = lib.differentiated.__wrapped__(strategy, visibility).trace(arguments, d_out)
-        assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
+    traced = lib.differentiated(strategy, visibility, backends.target("tpu")).trace(arguments, d_out)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
 
 
 def forward(schedule):
@@ -234,3 +235,35 @@ def test_only_dynamic_makes_an_array_of_queries_and_keys(schedule, has_it):
 
     settings = {"visibility": visibility, "options": options}
     assert (largest_array(gradients, arguments["q"]) >= 1024 * (1024 + 256)) == has_it
+
+
+@pytest.mark.parametrize(("heads", "per_call", "allowed"), [(3, 2, "1, 3"), (6, 4, "1, 2, 3, 6"), (2, 3, "1, 2")])
+def test_heads_per_call_divides_the_heads_it_serves(heads, per_call, allowed):
+    """Where it does not, the last heads' part of the keys' gradient would be counted twice."""
+    options = backends.Options(heads_per_call=per_call)
+    message = rf"^heads_per_call={per_call}: must be 0 \(all\) or one of {allowed}$"
+    with pytest.raises(ValueError, match=message):
+        backends.get("splash").resolve(HCA, 256, heads, lib.WIDTH, "float32", options)
+    q, local = jnp.zeros((1, 256, heads, lib.WIDTH)), jnp.zeros((1, 256, lib.WIDTH))
+    with pytest.raises(ValueError, match=message):
+        backends.get("splash").attend(q, local, jnp.zeros((1, 2, lib.WIDTH)), visibility=HCA, options=options)
+
+
+@pytest.mark.parametrize(("asked", "used"), [(0, 6), (6, 6), (2, 2)])
+def test_heads_per_call_is_recorded_as_what_it_became(asked, used):
+    options = backends.Options(heads_per_call=asked)
+    settings = backends.get("splash").resolve(HCA, 256, 6, lib.WIDTH, "float32", options)
+    assert settings["heads_per_call"] == used
+
+
+@pytest.mark.parametrize("order", [("cpu", "tpu", "cpu"), ("tpu", "cpu", "tpu")], ids=" ".join)
+def test_each_platform_gets_its_own_program_whatever_was_traced_before(order):
+    """One jitted function, whose cache knows the target, for it is an argument."""
+    run = jax.jit(functools.partial(backends.get("splash").attend, visibility=HCA), static_argnames="target")
+    arguments, _ = lib.inputs(HCA, 200)
+    arguments = {name: x for name, x in arguments.items() if x is not None}
+    for platform in order:
+        program = str(run.trace(**arguments, target=backends.target(platform)).jaxpr)
+        assert ("InterpretParams" in program) == (platform == "cpu")
+        if platform == "cpu":  # of the other there is no device, and the cache must not have it either
+            assert np.isfinite(run(**arguments, target=backends.target(platform))).all()

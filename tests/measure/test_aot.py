@@ -84,9 +84,9 @@ def test_chips_are_devices_as_jax_shows_them():
 def test_scheduled_flops_are_those_of_the_blocks_that_hold_a_visible_pair(visibility):
     options = backends.Options("closed_form", block_q=128, block_kv=128, dq_reduction_steps=3)
     point = op.Point("splash", options, visibility, 1, 640, 2, 16, "bfloat16", repeats=0)
-    with backends.compiling_for("tpu"):
-        effective = backends.get("splash").resolve(visibility, 640, 16, "bfloat16", options, packed=False)
-        cost = roofline.of_op(point, effective, "forward")
+    how = {"packed": False, "target": backends.target("tpu")}
+    effective = backends.get("splash").resolve(visibility, 640, 2, 16, "bfloat16", options, **how)
+    cost = roofline.of_op(point, effective, "forward")
     pairs = visible(visibility, np.zeros(640, int))
     entries = np.pad(pairs[:, 640:], ((0, 0), (0, -pairs[:, 640:].shape[1] % 128)))
     columns = np.concatenate([pairs[:, :640], entries], axis=1)
@@ -182,5 +182,5 @@ def test_the_compiler_refuses_the_lists_that_we_would():
     rows = aot.run(point, timeout=300)
     assert {row["status"] for row in rows} == {"out of SMEM"}
     config = point.config()
-    with backends.compiling_for("tpu"), pytest.raises(ConfigError, match=r"of scalar memory, a TPU core has"):
-        aot.config_lib.validate(config)
+    with pytest.raises(ConfigError, match=r"of scalar memory, a TPU core has"):
+        aot.config_lib.validate(config, "tpu")

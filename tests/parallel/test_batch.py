@@ -21,8 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 40
 
 ON_FOUR_DEVICES = """
-import jax, numpy as np, pytest
-import jax.numpy as jnp
+import numpy as np, pytest
 from research.config import ConfigError
 from research.parallel import batch
 from research.runs.folder import read_rows
@@ -32,23 +31,10 @@ assert mesh.size == 4
 with pytest.raises(ConfigError, match=r"config.data.batch_size=6: must be a multiple of the 4 devices"):
     batch.mesh(6)
 
-rows = {"x": np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32), "real": np.arange(40).reshape(8, 5) % 7}
-rows["real"][2:4] = 0  # a device without a single real token
+rows = {"x": np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)}
 spread = batch.distribute(rows, mesh)
 assert {shard.data.shape for shard in spread["x"].addressable_shards} == {(2, 5)}
 np.testing.assert_array_equal(spread["x"], rows["x"])
-
-def mean(w, part):
-    real = part["real"] > 0
-    value = lambda w: jnp.where(real, (part["x"] * w) ** 2, 0.0).sum() / jnp.maximum(real.sum(), 1)
-    return jax.value_and_grad(value)(w), real.sum(), {"rows": jnp.float32(len(real))}
-
-(value, slope), tokens, sums = jax.jit(batch.mean(mean, mesh))(jnp.float32(1.5), spread)
-(expected, expected_slope), expected_tokens, _ = mean(jnp.float32(1.5), rows)
-np.testing.assert_allclose([value, slope], [expected, expected_slope], rtol=1e-6)
-assert tokens == expected_tokens
-assert sums == {"rows": 8}
-assert value.sharding.is_fully_replicated
 """
 
 
@@ -79,7 +65,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_mean_over_the_rows_of_four_devices():
+def test_four_devices_share_the_rows():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | devices(4)
     done = subprocess.run([sys.executable, "-c", ON_FOUR_DEVICES], env=environment, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

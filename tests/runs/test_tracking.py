@@ -117,7 +117,9 @@ def test_union_of_wandbs_files_has_every_step_once_after_kills(tmp_path, with_wa
     assert steps == [*range(1, 202)]  # in order, too: what is synchronised later goes up in this order
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_signal_to_all_of_wandb_costs_one_line(tmp_path, number):
     """As Slurm sends it to every process of a job."""
     with tracker(tmp_path, "offline") as first:

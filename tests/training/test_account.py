@@ -5,15 +5,18 @@ import io
 import json
 import re
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
 
+from research.attention import index_scores
 from research.config import ConfigError, base_config
 from research.measure import chips
 from research.model import spec as model_spec
-from research.training import dry_run, flops, optimizer, profile, run
+from research.training import dry_run, flops, loop, optimizer, profile, run, trainer
 from research.training import step as step_lib
 from tests import oracles, tiny
 
@@ -44,20 +47,110 @@ def test_flops_are_counted_by_hand(tied, stage, weight):
         local = np.minimum(np.arange(S) + 1, 8)
         if kind == "csa":
             seen = local + np.minimum(seen - local, 3 if stage == "sparse" else S)
-            taught = H * D * (seen - local).sum() if weight and stage != "dense" else 0
+            attended = (seen - local).sum()
         forward += 2 * products[kind] * S + 2 * 2 * H * D * seen.sum()
     indexer = 6 * 3 * 8 + 4 * E * 8 + E * 3
-    scored = sum((t + 1) // 4 for t in range(S)) * 3 * 8
+    scored = sum((t + 1) // 4 for t in range(S))
     passes = 3 if stage != "warmup" else 1
     index_passes = {"dense": 0, "warmup": 3, "sparse": 3 if weight else 1}[stage]
-    whole = passes * 2 * (forward + 257 * E * S) + 2 * 2 * (index_passes * (indexer * S + scored) + taught)
+    learns = index_passes == 3
+    scores = (scored * (index_passes > 0) + 2 * attended * learns) * 3 * 8
+    taught = H * D * attended * learns
+    whole = passes * 2 * (forward + 257 * E * S) + 2 * 2 * (index_passes * indexer * S + scores + taught)
     assert flops.per_token(spec, S, state.params) == pytest.approx(whole / S, rel=1e-12)
+
+
+@pytest.mark.parametrize(("seq_len", "expected"), [(16_384, 7.7e5), (131_072, 4.454e6)])
+def test_the_sparse_loss_scores_what_is_selected(seq_len, expected):
+    """By closed formula: over c complete entries, forward for all, and two products backward for `top_k` of them.
+
+    A layer's loss adds, beside the backward pass of the indexer's matrices, those two and the teacher's product.
+    """
+    config = base_config()
+    config.model.layers, config.attention.top_k = ("csa",), 512
+    attention, width = config.attention, 2 * 4 * 32
+    complete, all_selected = seq_len // 4, attention.top_k
+    pairs = sum(range(complete + 1)) * 4 - 3 * complete  # the last token of a window is the first to see its entry
+    selected = sum(range(all_selected)) * 4 + (seq_len + 1 - 4 * all_selected) * all_selected
+    scoring = width * (pairs + 2 * selected) / seq_len
+    assert scoring == pytest.approx(expected, rel=1e-3)
+
+    found = {}
+    for weight in (0.0, 1.0):
+        config.attention.indexer_loss_weight = weight
+        spec, state = shapes(config)
+        found[weight] = flops.per_token(spec, seq_len, state.params)
+    modules = hk.data_structures.traverse(state.params)
+    matrices = sum(
+        x.size for module, name, x in modules if "indexer" in module and name not in ("scale", "position_bias")
+    )
+    teacher = 2 * selected / seq_len * attention.heads * attention.head_width
+    added = 2 * width * selected / seq_len + teacher + 2 * 2 * matrices
+    assert found[1.0] - found[0.0] == pytest.approx(added, rel=1e-9)
+    # Without the loss, scores are computed once: for the rest of the model's cost the closed formula has no say.
+    config.attention.csa_stage = "dense"
+    config.attention.indexer_loss_weight = 1.0
+    spec, state = shapes(config)
+    all_attended = flops.per_token(spec, seq_len, state.params)
+    dense = 12 * attention.heads * attention.head_width * (pairs - selected) / seq_len
+    assert found[0.0] - (all_attended - dense) == pytest.approx(width * pairs / seq_len + 2 * matrices, rel=1e-9)
+
+
+def test_scores_cost_what_the_compiler_counts():
+    """What one more channel of an index head adds, by XLA's own account: for C entries forward, for K both passes."""
+    queries, heads, entries, selected = 8, 2, 64, 16
+
+    def products(program, count):
+        def counted(width):
+            q, keys, weights = (
+                jnp.ones((1, queries, heads, width)),
+                jnp.ones((1, count, width)),
+                jnp.ones((1, queries, 2)),
+            )
+            compiled = jax.jit(program).lower(index_scores.Index(q, keys, weights)).compile()
+            return compiled.cost_analysis()["flops"]
+
+        return (counted(48) - counted(16)) / 32
+
+    def scores(index):
+        return index_scores.index_scores(index, index_scores.Scoring(heads_at_once=heads))
+
+    forward = products(scores, entries)
+    assert forward == pytest.approx(2 * queries * heads * entries, rel=0.02)
+    both = products(jax.value_and_grad(lambda index: (scores(index) ** 2).sum()), selected)
+    backward = both - products(scores, selected)
+    assert backward == pytest.approx(2 * 2 * queries * heads * selected, rel=0.05)
 
 
 def test_utilisation_is_told_for_chips_that_are_known(monkeypatch):
     assert flops.utilisation(1e12) == {}
     monkeypatch.setattr(chips, "of_device", lambda kind: chips.CHIPS["TPU v5"] if kind == "cpu" else None)
     assert flops.utilisation(459e12 / 4) == {"mfu": 0.25}
+
+
+@pytest.mark.parametrize("known", [slice(5, None), slice(None, 5)], ids=["ended on a known chip", "begun on one"])
+def test_a_run_on_chips_of_which_only_one_is_known(known):
+    rows = [{"step": i, "loss": 1.0, "step_seconds": 2.0, "tokens_per_second": 3.0} for i in range(1, 9)]
+    rows[-1]["val_loss"] = 0.5
+    for row in rows[known]:
+        row["mfu"] = 0.25
+    told = {"steps": 8, "final_loss": 1.0, "val_loss": 0.5, "step_seconds": 2.0, "tokens_per_second": 3.0, "mfu": 0.25}
+    assert loop._outcome(rows) == told
+    for row in rows:
+        row.pop("mfu", None)
+    assert "mfu" not in loop._outcome(rows)
+
+
+def test_validation_is_compiled_before_the_first_step(tmp_path):
+    """Out of memory there is known at once, not after the last step."""
+    config = tiny.get_config()
+    training = trainer.Trainer(config)
+    training.compile()
+    assert isinstance(training._measures, jax.stages.Compiled)
+    _, shapes_of = shapes(config)
+    arguments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes_of.params))
+    assert arguments <= training.cost["eval_argument_bytes"] < arguments * 1.2
+    assert {f"eval_{name}" for name in ("lower_seconds", "compile_seconds", "temp_bytes")} <= training.cost.keys()
 
 
 def test_trace_of_the_steps_after_warming_up(tmp_path):
@@ -123,6 +216,11 @@ def test_dry_run_tells_everything_runs_nothing_and_leaves_nothing(tmp_path, monk
     moments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.opt_state))
     assert sizes["optimizer"] == f"{moments / 2**20:,.1f}"
     assert float(sizes["in all"]) > float(sizes["temporaries"]) > 0
+    # A dense model's validation: parameters and the optimizer's state stay, and temporaries come.
+    resident = (parameters * 4 + moments) / 2**20
+    assert float(sizes["temporaries of validation"]) > 0
+    expected = resident + float(sizes["temporaries of validation"])
+    assert float(sizes["in all, validating"]) == pytest.approx(expected, abs=0.2)
 
 
 def test_dry_run_tells_what_is_learned(tmp_path):

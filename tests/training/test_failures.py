@@ -86,7 +86,7 @@ def test_error_is_not_hidden_by_a_summary_that_cannot_be_written(tmp_path, monke
 
 
 def test_nan_is_told_also_where_nothing_can_be_kept(tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, validating):
         raise OSError(28, "No space left on device", "there")
 
     monkeypatch.setattr(inspection, "keep", refuse)

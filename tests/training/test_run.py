@@ -12,12 +12,12 @@ import pytest
 import rich.console
 
 from research import errors
-from research.config import ConfigError
+from research.config import MOST_SEED, ConfigError
 from research.model import language_model
 from research.model import spec as model_spec
 from research.runs import checkpoints
 from research.runs.folder import read_rows, read_starts
-from research.training import optimizer, run, trainer
+from research.training import inspection, loop, optimizer, run, trainer
 from research.training import step as step_lib
 from tests import tiny
 
@@ -45,7 +45,7 @@ def final_state(config):
     spec = model_spec.from_config(config)
     like = step_lib.init(spec, optimizer.build(config), config.seed)
     there = folder_of(config) / "checkpoints"
-    return checkpoints.read(there, checkpoints.steps(there)[0], like)
+    return checkpoints.read(there, checkpoints.steps(there)[0], like).state
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,8 @@ def test_folder_tells_what_was_run(unbroken):
     assert summary["requested"]["backend"] == summary["effective"]["hca"]["backend"] == "dot_product"
     assert summary["temp_bytes"] > 0
     assert summary["compile_seconds"] > 0
+    assert summary["eval_temp_bytes"] > 0
+    assert summary["eval_compile_seconds"] > 0
 
 
 def test_rerun_is_bitwise_equal(root, unbroken):
@@ -103,6 +105,24 @@ def test_rerun_is_bitwise_equal(root, unbroken):
     train(again)
     assert rows(folder_of(again)) == rows(folder_of(unbroken))
     jax.tree.map(np.testing.assert_array_equal, final_state(again), final_state(unbroken))
+
+
+def test_a_seed_makes_one_state_whatever_the_environment_prefers():
+    def first():
+        config = tiny.get_config()
+        return step_lib.init(model_spec.from_config(config), optimizer.build(config), MOST_SEED).params
+
+    usual = first()
+    others = {"jax_default_prng_impl": "rbg", "jax_threefry_partitionable": False}
+    before = {name: getattr(jax.config, name) for name in others}
+    try:
+        for name, other in others.items():
+            jax.config.update(name, other)
+        again = first()
+    finally:
+        for name, setting in before.items():
+            jax.config.update(name, setting)
+    jax.tree.map(np.testing.assert_array_equal, again, usual)
 
 
 def test_recall_is_scored_by_distance(root):
@@ -119,6 +139,8 @@ def test_recall_is_scored_by_distance(root):
     # The first loss is that of a guess among the 257 tokens, and questions alone count.
     assert rows(folder)[0]["loss"] == pytest.approx(np.log(257), abs=0.5)
     assert {row["tokens"] for row in rows(folder)} == {2 * 5}
+    # What is predicted is no byte.
+    assert not [name for row in (*rows(folder), summary) for name in row if "bits" in name]
     assert rows(folder)[-1].items() >= shares.items()
 
 
@@ -137,16 +159,20 @@ def test_folder_of_another_run_is_refused_and_left_alone(root, unbroken):
     assert (folder_of(unbroken) / "summary.json").read_text() == summary
 
 
-def check_inspection(config, message):
-    """What is kept reproduces the loss, and names the files that the batch is from."""
+def check_inspection(config, message, updates):
+    """What is kept reproduces the loss, from the updates that made it, and names the files that the batch is from."""
     folder = folder_of(config) / "nonfinite"
     spec = model_spec.from_config(config)
     (step,) = checkpoints.steps(folder / "checkpoints")
     kept = checkpoints.read(folder / "checkpoints", step, step_lib.init(spec, optimizer.build(config), config.seed))
+    assert kept.step == updates
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept.state))
     batch = dict(np.load(folder / "batch.npz"))
-    loss, *_ = step_lib.losses(language_model.build(spec), kept.state.params, batch)
-    assert not np.isfinite(loss)
+    iterator = trainer.read_data(config).train_iterator()
+    iterator.set_state(kept.iterator)
+    jax.tree.map(np.testing.assert_array_equal, next(iterator), batch)
+    loss = step_lib.losses(language_model.build(spec), kept.state.params, batch)["loss"]
+    assert not np.isfinite(loss.total)
 
     names = json.loads((folder / "documents.json").read_text())
     texts = {document.name: document.text.tobytes() for document in trainer.read_data(config).corpus.training}
@@ -166,9 +192,60 @@ def test_nan_loss_names_its_step_and_is_recorded(root, unbroken):
     assert summary["status"] == "nan loss"
     assert "at step 2" in summary["message"]
     assert [row["step"] for row in rows(folder_of(config))] == [1]
-    check_inspection(config, summary["message"])
+    check_inspection(config, summary["message"], updates=1)
     # The first loss knows nothing of the learning rate yet: it differs by the seed alone.
     assert rows(folder_of(config))[0]["loss"] != rows(folder_of(unbroken))[0]["loss"]
+
+
+def test_nan_in_validation_keeps_the_batch_that_made_it(root):
+    """A byte that a later validation batch has, and no earlier one, is embedded as NaN."""
+    config = make(root, "unseen", model__tied_head=False, seed=2)
+    training = trainer.Trainer(config)
+    training.compile()
+    assert np.isfinite(list(training.evaluate(6).values())).all()
+    assert training.nonfinite_batch is None
+    batches = list(training.data.validation_batches(6))
+    seen = [set(batch["inputs"].ravel()) for batch in batches]
+    place, byte = next((i, min(new)) for i in range(1, 6) if (new := seen[i].difference(*seen[:i])))
+    training.update()
+    (name,) = (name for name in training.state.params if "embed" in name)
+    training.state.params[name]["embeddings"] = training.state.params[name]["embeddings"].at[byte].set(np.nan)
+
+    row = {f"val_{key}": value for key, value in training.evaluate(6).items()}
+    folder = folder_of(config)
+    folder.mkdir()
+    with pytest.raises(errors.NonFiniteLossError, match=r"^val_loss is nan at step 1; state and validation batch are"):
+        loop._require_finite({"loss": 1.0} | row, 1, folder, training)
+    kept = dict(np.load(folder / "nonfinite" / "batch.npz"))
+    jax.tree.map(np.testing.assert_array_equal, kept, batches[place])
+    names = json.loads((folder / "nonfinite" / "documents.json").read_text())
+    assert 0 < len(names) < len(training.data.corpus.validation)
+    assert set(names) <= {document.name for document in training.data.corpus.validation}
+    assert [path.name for path in (folder / "nonfinite" / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_measure_that_is_not_finite_is_no_number_to_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection, "keep", lambda *_, validating: f"validating: {validating}")
+    row = {"loss": 1.0, "val_loss": 2.0, "val_indexer_kl": float("inf")}
+    with pytest.raises(errors.NonFiniteLossError, match=r"^val_indexer_kl is inf at step 4; validating: True$"):
+        loop._require_finite(row, 4, tmp_path, None)
+    row = {"loss": 1.0, "indexer_kl": float("nan"), "val_loss": 2.0}
+    with pytest.raises(errors.NonFiniteLossError, match=r"^indexer_kl is nan at step 4; validating: False$"):
+        loop._require_finite(row, 4, tmp_path, None)
+
+
+def test_evaluation_can_be_ended_between_batches(root):
+    training = trainer.Trainer(make(root, "ended"))
+    training.compile()
+    calls = []
+
+    def end():
+        calls.append(None)
+        if len(calls) == 3:
+            raise errors.InterruptedRunError("now")
+
+    with pytest.raises(errors.InterruptedRunError, match=r"^now$"):
+        training.evaluate(5, before_batch=end)
 
 
 @pytest.mark.parametrize(("field", "setting"), [("attention__top_k", 0), ("data__path", "/nothing/there")])

@@ -21,6 +21,7 @@ from tests.oracles import assert_close
 from tests.training.test_run import folder_of, train
 
 SEQ_LEN = 64
+MEASURED = ("kl", "recall", "coverage", "entropy", "useful")
 # Stage and weight, and which groups they train.
 ALL = ("sparse", 3.0)
 STAGES = {
@@ -79,8 +80,7 @@ def gradients(of):
     model = language_model.build(model_spec.from_config(make()))
 
     def loss(params):
-        value, _, of_indexers = step_lib.losses(model, params, batch())
-        return value if of == "model" else of_indexers["kl"].total / of_indexers["kl"].count
+        return step_lib.losses(model, params, batch())["loss" if of == "model" else "indexer_kl"].mean()
 
     return jax.jit(jax.grad(loss))(initial_state().params)
 
@@ -143,20 +143,20 @@ def losses(measure=False, **config):
 
 
 def test_dense_stages_attend_to_all_entries():
-    everything, _, _ = losses(weight=0.0, attention__top_k=16)
+    everything = losses(weight=0.0, attention__top_k=16)["loss"].mean()
     dense, warmup, sparse = (updated(*key)[1]["loss"] for key in (("dense", 1.0), ("warmup", 0.5), ALL))
     np.testing.assert_allclose([dense, warmup], everything, rtol=1e-6)
     assert abs(sparse - everything) > 1e-4
 
 
 def test_measuring_changes_nothing_else():
-    loss, tokens, measured = losses(True, stage="warmup")
+    measured = losses(True, stage="warmup")
     metrics = updated("warmup", 0.5)[1]
-    np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-6)
-    assert measured.keys() == {"kl", "recall", "coverage", "entropy", "useful"}
-    assert measured["kl"].count == 2 * tokens  # two CSA layers
-    means = {name: float(mean.total / mean.count) for name, mean in measured.items()}
-    np.testing.assert_allclose(means["kl"], metrics["indexer_kl"], rtol=1e-6)
+    assert measured.keys() == {"loss", *(f"indexer_{name}" for name in MEASURED)}
+    assert measured["indexer_kl"].count == 2 * measured["loss"].count  # two CSA layers
+    for name in ("loss", "indexer_kl"):
+        np.testing.assert_allclose(measured[name].mean(), metrics[name], rtol=1e-6)
+    means = {name: float(measured[f"indexer_{name}"].mean()) for name in MEASURED}
     assert all(0 < means[name] < 1 for name in ("recall", "coverage", "useful"))
 
 
@@ -259,7 +259,7 @@ def test_rows_tell_the_stages_apart(chain):
     for stage, recorded in rows.items():
         assert all(("indexer_kl" in row) == (stage != "dense") for row in recorded)
         measured = [{name for name in row if name.startswith("val_indexer_")} for row in recorded]
-        everything = {f"val_indexer_{name}" for name in ("kl", "recall", "coverage", "entropy", "useful")}
+        everything = {f"val_indexer_{name}" for name in MEASURED}
         assert measured == [set(), everything, set(), everything]
         summary = files.read_json(folder_of(chain[stage]) / SUMMARY)
         assert summary["val_indexer_recall"] == recorded[-1]["val_indexer_recall"]

@@ -2,20 +2,20 @@
 
 A backend is a module with three functions:
 
-    resolve(visibility, seq_len, head_width, dtype, options, packed) -> Effective
+    resolve(visibility, seq_len, heads, head_width, dtype, options, packed, target) -> Effective
     prepare(visibility, seq_len, segments, options) -> prepared
-    attend(q, local, compressed, *, visibility, sinks, segments, selected, options, prepared) -> out
+    attend(q, local, compressed, *, visibility, sinks, segments, selected, options, prepared, target) -> out
 
 `resolve` is plain Python: it runs when a config is validated, before anything is compiled, raises on what the
 backend cannot honour, and returns the settings that `attend` will use. Nothing falls back by itself. `prepare` makes
 what all layers of one visibility can share within a step; a model calls it once and hands it to each of them.
+
+What the program is compiled for is an argument, a `Target`, and nothing else decides it: a hidden variable would not
+be part of what `jax.jit` caches programs by, and could hand a CPU the program of a TPU.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import importlib
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
@@ -33,7 +33,6 @@ NAMES = tuple(_MODULES)
 # Names (`jax.ad_checkpoint.checkpoint_name`) of what a backend keeps for its backward pass, so that a layer that is
 # recomputed can keep them too: the output, and the log-sum-exp of the logits.
 SAVED = ("attention_out", "attention_logsumexp")
-_PLATFORM = contextvars.ContextVar("platform", default="")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +66,22 @@ class Options:
 
 
 DEFAULT = Options()
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a program is compiled for; `target` makes one.
+
+    Attributes:
+      platform: 'cpu', 'gpu' or 'tpu'.
+      checks_memory: whether a list of blocks that does not fit a TPU core's scalar memory is refused before compiling;
+        False leaves it to the compiler, whose answer is wanted.
+    """
+
+    platform: str
+    checks_memory: bool = True
+
+
 Effective = dict[str, int | str | bool]
 
 
@@ -77,12 +92,16 @@ class Backend(Protocol):
         self,
         visibility: visibility_lib.Visibility,
         seq_len: int,
+        heads: int,
         head_width: int,
         dtype: Any,
         options: Options,
         packed: bool = True,
+        target: Target | None = None,
     ) -> Effective:
-        """Returns the effective settings, with segments if `packed`.
+        """Returns the effective settings, with segments if `packed`; `precision` is that of products of matrices.
+
+        `heads` are those that one `attend` serves. `target` None is this process's own devices.
 
         Raises:
           ValueError: an option is malformed or has no effect here; names the option, its value, what is allowed.
@@ -110,6 +129,7 @@ class Backend(Protocol):
         selected: jax.Array | None = None,
         options: Options = DEFAULT,
         prepared: jax.Array | None = None,
+        target: Target | None = None,
     ) -> jax.Array:
         """Shared-key-value multi-query attention with one softmax over local keys, entries and sink.
 
@@ -126,6 +146,7 @@ class Backend(Protocol):
             most `top_k` of a query's entries.
           options: see `Options`.
           prepared: `prepare`'s result for the same visibility, segments and options; None: made here, if needed.
+          target: what the program is compiled for; None is this process's own devices.
 
         Returns:
           [B, S, H, D] in q's dtype.
@@ -138,24 +159,19 @@ def names() -> tuple[str, ...]:
 
 
 def platform() -> str:
-    """What programs are compiled for: 'cpu', 'gpu' or 'tpu'; this process's own devices unless `compiling_for`."""
-    return _PLATFORM.get() or jax.default_backend()
+    """That of this process's own devices: 'cpu', 'gpu' or 'tpu'."""
+    return jax.default_backend()
 
 
-@contextlib.contextmanager
-def compiling_for(name: str) -> Iterator[None]:
-    """Within it, backends prepare programs for that platform, to be compiled ahead of time."""
-    token = _PLATFORM.set(name)
-    try:
-        yield
-    finally:
-        _PLATFORM.reset(token)
+def target(platform_name: str | None = None, *, checks_memory: bool = True) -> Target:
+    """The target of that platform; None is this process's own."""
+    return Target(platform_name or platform(), checks_memory)
 
 
-def resolve_name(name: str) -> str:
-    """Turns 'auto' into the backend for the platform; other names must be known."""
+def resolve_name(name: str, platform_name: str | None = None) -> str:
+    """Turns 'auto' into the backend for the platform, None being this process's own; other names must be known."""
     if name == "auto":
-        return "splash" if platform() == "tpu" else "blockwise"
+        return "splash" if (platform_name or platform()) == "tpu" else "blockwise"
     if name not in _MODULES:
         raise ValueError(f"backend={name!r}: must be one of {', '.join(names())}")
     return name
@@ -191,6 +207,11 @@ def check_arguments(q, local, compressed, *, visibility, sinks, segments, select
 def saved(out: jax.Array, logsumexp: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives both their names among `SAVED`."""
     return tuple(checkpoint_name(x, name) for x, name in zip((out, logsumexp), SAVED, strict=True))
+
+
+def divisors(count: int) -> str:
+    """All divisors, for a message that says what is allowed."""
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
 def refuse_options(backend: str, options: Options, allowed: tuple[str, ...] = ()) -> None:

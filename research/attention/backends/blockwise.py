@@ -17,6 +17,7 @@ from research.attention import backends, selection
 from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.layout import round_up
+from research.attention.product import precision_name, product
 
 # The fastest of 16 to 128 and 64 to 512 on a CPU (LOG.md); not tuned for a GPU.
 _DEFAULT_BLOCK_Q = 32
@@ -28,9 +29,9 @@ _GATHER_FROM = 4
 _LOWEST_PEAK = -1e30
 
 
-def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
+def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True, target=None) -> backends.Effective:
     """See `backends.Backend.resolve`. `block_kv` is entries per step of the stream; CSA has two schedules."""
-    del head_width, dtype, packed
+    del heads, head_width, packed, target
     entries = visibility.num_entries(seq_len)
     schedule = _schedule(visibility, entries, options)
     streams = entries and schedule != "gather"
@@ -40,7 +41,11 @@ def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> bac
         size = getattr(options, name)
         if size < 0 or size > length:
             raise ValueError(f"{name}={size}: must be 0 (chosen for you) or between 1 and {length}")
-    effective = {"block_q": options.block_q or min(_DEFAULT_BLOCK_Q, seq_len), "accumulation_dtype": "float32"}
+    effective = {
+        "block_q": options.block_q or min(_DEFAULT_BLOCK_Q, seq_len),
+        "accumulation_dtype": "float32",
+        "precision": precision_name(dtype),
+    }
     if schedule:
         effective["schedule"] = schedule
     if streams:
@@ -75,14 +80,15 @@ def attend(
     selected=None,
     options=backends.DEFAULT,
     prepared=None,
+    target=None,
 ):
     """See `backends.Backend.attend`."""
-    del prepared
+    del prepared, target
     backends.check_arguments(
         q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
     )
     _, seq_len, heads, width = q.shape
-    effective = resolve(visibility, seq_len, width, q.dtype, options)
+    effective = resolve(visibility, seq_len, heads, width, q.dtype, options)
     plan = _Plan(visibility, seq_len, heads, effective["block_q"], effective.get("block_kv", 1))
     keys = {"local": plan.pad_local(local), "entries": plan.pad_entries(compressed, axis=1)}
     marks = {}
@@ -292,7 +298,7 @@ def _gradients(q, d_out, logsumexp, mean, keys, mask):
     return _dot(f"qhk,{of}->qhd", d_logits, keys), d_keys
 
 
-_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+_dot = functools.partial(product, out_dtype=jnp.float32)
 
 
 def _blocked(x, size):

@@ -5,16 +5,17 @@ import jax.numpy as jnp
 
 from research.attention import backends
 from research.attention import visibility as visibility_lib
+from research.attention.product import precision_name, product
 
 # Finite, and within float32: infinities would hide behind 0 * inf in a gradient.
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
+def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True, target=None) -> backends.Effective:
     """See `backends.Backend.resolve`. No option has an effect here."""
-    del visibility, seq_len, head_width, dtype, packed
+    del visibility, seq_len, heads, head_width, dtype, packed, target
     backends.refuse_options("dot_product", options)
-    return {"accumulation_dtype": "float32"}
+    return {"accumulation_dtype": "float32", "precision": precision_name(jnp.float32)}
 
 
 def prepare(visibility, seq_len, segments, options) -> None:
@@ -33,17 +34,17 @@ def attend(
     selected=None,
     options=backends.DEFAULT,
     prepared=None,
+    target=None,
 ):
     """See `backends.Backend.attend`."""
-    del prepared
+    del prepared, target
     backends.check_arguments(
         q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
     )
     backends.refuse_options("dot_product", options)
     keys_BxTxD = jnp.concatenate([local, compressed], axis=1).astype(jnp.float32)
     mask_BxSxT = dense_mask(visibility, q.shape[1], segments, selected)[:, None]
-    highest = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("bshd,btd->bhst", q.astype(jnp.float32), keys_BxTxD, precision=highest)
+    logits = product("bshd,btd->bhst", q.astype(jnp.float32), keys_BxTxD)
     logits = jnp.where(mask_BxSxT, logits * q.shape[-1] ** -0.5, MASK_VALUE)
 
     peak = logits.max(axis=-1, keepdims=True)
@@ -55,7 +56,7 @@ def attend(
     if sinks is not None:
         total += jnp.exp(sinks[None, :, None, None] - peak)
     weights = weights / jnp.where(total == 0.0, 1.0, total)
-    return jnp.einsum("bhst,btd->bshd", weights, keys_BxTxD, precision=highest).astype(q.dtype)
+    return product("bhst,btd->bshd", weights, keys_BxTxD).astype(q.dtype)
 
 
 def dense_mask(visibility, seq_len: int, segments=None, selected=None) -> jax.Array:

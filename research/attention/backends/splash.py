@@ -9,18 +9,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from research.attention import backends, layout, schedules
 from research.attention import tokamax_splash as splash
+from research.attention.product import precision_name
 from research.attention.schedules import closed_form, scalar_memory
 
 _DEFAULT_BLOCK = 512
 _DEFAULT_VMEM_LIMIT_KIB = 98_304  # the compiler's own 16 MiB are too few for the backward kernel at head width 512
 
 
-def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> backends.Effective:
+def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True, target=None) -> backends.Effective:
     """See `backends.Backend.resolve`."""
     del head_width
+    target = target or backends.target()
     schedule = schedules.resolve_name(options.schedule, visibility.kind)
     if options.dq_reduction_steps not in (0, 3):
         raise ValueError(f"dq_reduction_steps={options.dq_reduction_steps}: must be 0 (the schedule's own) or 3")
+    at_once = options.heads_per_call
+    if at_once < 0 or (at_once and heads % at_once):
+        raise ValueError(f"heads_per_call={at_once}: must be 0 (all) or one of {backends.divisors(heads)}")
     blocks = _blocks(seq_len, options)
     lay = _layout(visibility, seq_len, blocks)
     key_steps = lay.kv_len // blocks["block_kv_dkv"]
@@ -36,11 +41,12 @@ def resolve(visibility, seq_len, head_width, dtype, options, packed=True) -> bac
         "dq_dtype": jnp.dtype(dtype).name if few else "float32",
         "q_len": lay.q_len,
         "kv_len": lay.kv_len,
-        "heads_per_call": options.heads_per_call,
+        "heads_per_call": at_once or heads,
         "vmem_limit_kib": options.vmem_limit_kib or _DEFAULT_VMEM_LIMIT_KIB,
-        "interpreted": backends.platform() != "tpu",
+        "precision": precision_name(dtype),
+        "interpreted": target.platform != "tpu",
     }
-    if not effective["interpreted"]:
+    if target.checks_memory and not effective["interpreted"]:
         _check_scalar_memory(lay, effective)
     return effective
 
@@ -68,12 +74,13 @@ def attend(
     selected=None,
     options=backends.DEFAULT,
     prepared=None,
+    target=None,
 ):
     """See `backends.Backend.attend`."""
     backends.check_arguments(
         q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
     )
-    effective = resolve(visibility, q.shape[1], q.shape[3], q.dtype, options, packed=segments is not None)
+    effective = resolve(visibility, *q.shape[1:], q.dtype, options, packed=segments is not None, target=target)
     lay = _layout(visibility, q.shape[1], effective)
     schedule = schedules.TABLE[effective["schedule"]]
     config = _splash_config(effective)
@@ -85,7 +92,7 @@ def attend(
         "selected": selected,
         "mask": prepared,
     }
-    heads = _Heads(lay, options.heads_per_call or q.shape[2], effective["vmem_limit_kib"])
+    heads = _Heads(lay, effective["heads_per_call"], effective["vmem_limit_kib"], effective["precision"])
     one = functools.partial(_attend_one, heads, schedule, config, sinks)
     # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
     # segment ids make all sequences share one pruned schedule, and the interpreter cannot vmap at all.
@@ -118,12 +125,14 @@ class _Heads:
     layout: layout.Layout
     at_once: int
     vmem_limit_kib: int
+    precision: str
 
     def each(self, body, state, heads: int):
         """Folds `state = body(state, first head)` over the groups; here alone are kernels traced."""
 
         def step(state, first):
-            with splash.vmem_limit(self.vmem_limit_kib):
+            # tokamax names no precision: left alone, a TPU would round its float32 operands to bfloat16.
+            with splash.vmem_limit(self.vmem_limit_kib), jax.default_matmul_precision(self.precision):
                 return body(state, first), None
 
         return jax.lax.scan(step, state, jnp.arange(0, heads, self.at_once))[0]

@@ -1,9 +1,6 @@
 """What a schedule takes of a TPU core's scalar memory (SMEM), into which the kernel prefetches its lists of blocks."""
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,20 +10,8 @@ from research.attention.layout import Layout
 # Of one core: what the compiler allows on v5p, and on v6e.
 CAPACITY = 2**20
 
-_ENFORCED = contextvars.ContextVar("enforced", default=True)
-
 # Where rows of blocks begin and end, as two int32 per block that the kernel's wrapper adds to the lists.
 _BOUNDS = 8
-
-
-@contextlib.contextmanager
-def left_to_compiler() -> Iterator[None]:
-    """Within it, what does not fit is for the compiler to refuse, whose answer is wanted."""
-    token = _ENFORCED.set(False)
-    try:
-        yield
-    finally:
-        _ENFORCED.reset(token)
 
 
 def listed(info: splash.MaskInfo) -> int:
@@ -45,8 +30,8 @@ def of_runtime_mask(layout: Layout, block_q: int, block_kv: int) -> tuple[int, i
 
 
 def require(schedule: str, blocks: int, size: int) -> None:
-    """Raises ValueError, with the counts, where a schedule does not fit; nothing if `left_to_compiler`."""
-    if size > CAPACITY and _ENFORCED.get():
+    """Raises ValueError, with the counts, where a schedule does not fit."""
+    if size > CAPACITY:
         raise ValueError(
             f"schedule={schedule!r}: its list of {blocks:,} blocks takes {math.ceil(size / 1024):,} KiB of scalar "
             f"memory, a TPU core has {CAPACITY // 1024:,}; use larger blocks, or a schedule of active blocks only"
