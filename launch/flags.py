@@ -1,7 +1,6 @@
 """The `--config` flag of the launchers: `--config=experiments/x.py:arg --config.group.field=value`."""
 
 import argparse
-import os
 import pathlib
 import re
 import sys
@@ -12,12 +11,9 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from research import errors, experiment
+from research import errors, exits, experiment
 from research.config import ConfigError, check_precision
 from research.runs import files
-
-INVALID_EXIT = 2  # a config that cannot be run; other failures exit with 1
-INTERRUPTED_EXIT = os.EX_TEMPFAIL  # 75, by which a scheduler knows that the run goes on when it is started again
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
 
@@ -151,6 +147,6 @@ def _report(error: Exception) -> None:
     if kind == errors.OTHER:
         raise error
     print(f"{kind}: {error}", file=sys.stderr)
-    exits = dict.fromkeys((errors.INVALID, errors.UNSUPPORTED, errors.IN_USE), INVALID_EXIT)
-    exits[errors.INTERRUPTED] = INTERRUPTED_EXIT
-    sys.exit(exits.get(kind, 1))
+    codes = dict.fromkeys((errors.INVALID, errors.UNSUPPORTED, errors.IN_USE), exits.INVALID)
+    codes[errors.INTERRUPTED] = exits.INTERRUPTED
+    sys.exit(codes.get(kind, exits.FAILED))

@@ -2,7 +2,8 @@
 
 Further overrides apply to all points: `--config.train.steps=5`. Started again, it runs only what has not finished;
 `--fresh` runs everything again. Exits with 1 if a point failed or the results contradict the experiment's own check,
-and with 2, before anything is run, if a point is invalid.
+with 2, before anything is run, if a point is invalid, and with 75 if a point was stopped: SIGTERM or Ctrl-C lets the
+running points save their step, starts no more, and records what is done; the same command goes on from there.
 
 `--parallel=N` runs N points at a time, whose times then disturb one another. `--to=slurm` runs them as an array of
 jobs, with `--job=NAME=VALUE` for each of their settings: `--job=timeout_min=240 --job=gpus_per_node=1`. `--to=wandb`
@@ -22,7 +23,7 @@ from absl import flags as absl_flags
 
 from analysis import plot, table
 from launch import flags
-from research import agents, experiment, slurm, sweep
+from research import agents, errors, exits, experiment, slurm, sweep
 from research.config import ConfigError
 from research.training.run import FINISHED
 
@@ -69,9 +70,13 @@ def main() -> int:
     failed = [row for row in rows if row["status"] != FINISHED]
     for row in failed:
         console.print(f"{table.name(row)}: {row['status']}: {row['message']}", style="red", markup=False)
-    agrees = _check(module, rows, console)
+    stopped = sum(row["status"] == errors.INTERRUPTED for row in rows)
+    agrees = bool(stopped) or _check(module, rows, console)  # of what is not all there nothing can be said
     console.print(f"results: {results}\nplot: {picture}", soft_wrap=True)
-    return 0 if agrees and not failed else 1
+    if stopped:
+        console.print(f"{stopped} of {len(rows)} points were stopped; the same command goes on with them")
+        return exits.INTERRUPTED
+    return exits.FINISHED if agrees and not failed else exits.FAILED
 
 
 def _check_flags() -> None:
@@ -86,7 +91,10 @@ def _hand_over(description: dict, folder: pathlib.Path, console: rich.console.Co
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(description, sort_keys=False, width=2**16), encoding="utf-8")
-    following = agents.create(description) if _CREATE.value else f"wandb sweep {path}"
+    if _CREATE.value:
+        following = agents.create(description)
+    else:
+        following = f"wandb sweep {path}, and on each machine {agents.start_command('ENTITY/PROJECT/ID')}, as it says"
     console.print(f"sweep file: {path}\nnext: {following}", soft_wrap=True, markup=False)
     return 0
 

@@ -5,6 +5,7 @@ settings, and the agents run exactly those that `sweep()` returns. `launch/train
 the experiment. Further parameters, `config.model.hidden` for one, can be added to the file by hand.
 """
 
+import os
 from typing import Any
 
 import ml_collections
@@ -42,6 +43,14 @@ def describe(
     }
 
 
+def start_command(sweep: str) -> str:
+    """The command that starts an agent, given the sweep's full name, `ENTITY/PROJECT/ID`.
+
+    Signals are forwarded: else an agent that is stopped waits for its run's end, or leaves the run behind.
+    """
+    return f"wandb agent --forward-signals {sweep}"
+
+
 def create(description: dict[str, Any]) -> str:
     """Registers a sweep with wandb's server, and returns the command that starts an agent for it.
 
@@ -51,4 +60,6 @@ def create(description: dict[str, Any]) -> str:
     if not wandb.login(prompt=False, verify=False):
         raise ConfigError("--create: not logged in to wandb; run `wandb login` first, or leave --create out")
     identity = wandb.sweep(description, project=description["project"])
-    return f"wandb agent {description['project']}/{identity}"
+    # wandb leaves here whose the sweep has become; an agent elsewhere may belong to someone with another default.
+    entity = os.environ.get(wandb.env.ENTITY)
+    return start_command("/".join(part for part in (entity, description["project"], identity) if part))

@@ -1,33 +1,63 @@
 """Runs the points of a sweep on a Slurm cluster, through submitit: an array of jobs, one for each unfinished point.
 
-A job that is preempted or runs out of time is queued again, and goes on from its run's checkpoint. The jobs outlive the
+A job that is preempted, runs out of time or is told to stop otherwise (SIGUSR1, SIGUSR2, SIGTERM, SIGINT) has its run
+save the step, is queued again, and goes on from there; `scancel --signal=KILL` ends one for good. The jobs outlive the
 process that submitted them: started again, it waits for those that are still queued or running.
 """
 
 import ast
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 import submitit
 
-from research import sweep
+from research import children, errors, exits, sweep
 from research.config import ConfigError
 from research.experiment import Row
-from research.runs.folder import SUMMARY
+from research.runs.folder import SUMMARY, in_use
 
 JOB = "job_id"  # file in a point's folder
 _LOGS = "jobs"  # folder beside the points' own
 _POLL_SECONDS = 10.0
-
+_MOST_TIMEOUTS = 10**6  # a run of many days in jobs of some hours
 
 _JOBS = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
 
 
 class _Task(submitit.helpers.Checkpointable):
-    """What a job does, from the start or from a checkpoint: which, the run's folder says."""
+    """What a job does, from the start or from a checkpoint: which, the run's folder says.
+
+    submitit answers a signal by queueing the job again and leaving, whatever still runs. So while the run does, signals
+    are the run's, and only when it has saved its step and ended, submitit's answer is asked for.
+    """
 
     def __call__(self, point: sweep.Point) -> Row:
-        return sweep.run_point(point, fresh=False)
+        with children.Children(patient=True) as started:
+            row = sweep.run_point(point, fresh=False, started=started)
+        if row["status"] == errors.INTERRUPTED:
+            _requeue()
+        return row
+
+
+def _requeue() -> None:
+    """Queues this job again and leaves it, as submitit does at the end of its time; returns outside a job.
+
+    Raises:
+      SystemExit: the job is over, for now; it leaves no result, so that nobody takes it for complete.
+      submitit.core.utils.UncompletedJobError: it ran out of time too often.
+    """
+    number = submitit.JobEnvironment._usr_sig()
+    answer = signal.getsignal(number)
+    if not callable(answer):
+        return
+    try:
+        answer(number, None)
+    except (OSError, subprocess.SubprocessError) as error:  # Slurm does it by itself, as after preemption, or refuses
+        print(f"not queued again by the job itself: {error}", file=sys.stderr)
+    sys.exit(exits.INTERRUPTED)  # of several tasks the first alone has submitit leave
 
 
 def executor(
@@ -52,7 +82,7 @@ def executor(
         values["slurm_array_parallelism"] = parallel
     folder = points[0].folder.parent / _LOGS
     try:
-        made = submitit.AutoExecutor(folder, cluster=cluster)
+        made = submitit.AutoExecutor(folder, cluster=cluster, **{f"{cluster}_max_num_timeout": _MOST_TIMEOUTS})
         made.update_parameters(name=folder.parent.name, **values)
     except (AssertionError, NameError, RuntimeError) as error:  # what submitit raises, Slurm's absence last
         raise ConfigError(f"--job={','.join(settings)}: {error}") from error
@@ -96,7 +126,13 @@ def run(
 
 
 def _prepare(point: sweep.Point, fresh: bool) -> None:
-    """Clears what an earlier run left that must not be taken for the next one's."""
+    """Clears what an earlier run left that must not be taken for the next one's.
+
+    Raises:
+      ConfigError: the run is at work elsewhere.
+    """
+    if owner := in_use(point.folder):
+        raise ConfigError(f"{point.folder} is in use by {owner}; wait until it ends, or stop it")
     if fresh:
         shutil.rmtree(point.folder, ignore_errors=True)
     point.folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +143,7 @@ def _result(job: submitit.Job, point: sweep.Point) -> Row:
     try:
         return job.result()
     except submitit.core.utils.UncompletedJobError:  # the node died, or the job was cancelled
-        sweep.record_death(point, f"job {job.state.lower()}", f"../{_LOGS}/{job.paths.stderr.name}")
+        sweep.record_death(point, f"job {job.state.lower()}", f"see {job.paths.stderr}")
         return sweep.row(point)
 
 

@@ -1,29 +1,37 @@
 """Runs the points of an experiment's sweep, each in a process of its own; see `slurm` and `agents` for other machines.
 
 A crash, whatever takes it down, costs one point. Points lie in `<run.root>/<sweep>/<point>`; one that has finished is
-not run again, one that was killed goes on from its checkpoint, one that failed is tried again.
+not run again, one that was killed or stopped goes on from its checkpoint, one that failed is tried again.
 """
 
 import concurrent.futures
 import dataclasses
 import pathlib
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_collections
 
-from research import experiment
+from research import children, errors, exits, experiment
 from research.config import ConfigError, validate
 from research.runs import files
-from research.runs.folder import CONFIG, SUMMARY
+from research.runs.folder import CONFIG, SUMMARY, in_use
 from research.training import run as run_lib
 
 Note = Callable[[int, str], None]  # is told what happens to the point at a place
 FINISHED_BEFORE = "finished before"
+_LOG = "log.txt"  # what a point printed, in its folder
+# As which a launcher tells what it foresaw, in a line.
+_FORESEEN = (
+    *(errors.INVALID, errors.UNSUPPORTED, errors.OUT_OF_MEMORY, errors.NAN_LOSS, errors.DISK_FULL),
+    *(errors.UNREACHABLE, errors.INTERRUPTED, errors.IN_USE, errors.DAMAGED),
+)
 
 _TRAIN = pathlib.Path(__file__).parents[1] / "launch" / "train.py"
 
@@ -118,48 +126,95 @@ def folder_name(target: str, common: experiment.Overrides) -> str:
 
 
 def run(points: list[Point], fresh: bool, parallel: int, note: Note) -> Iterator[tuple[int, experiment.Row]]:
-    """Runs points here, `parallel` at a time; yields place and row of each as it ends."""
+    """Runs points here, `parallel` at a time; yields place and row of each as it ends.
+
+    A stop signal, see `children`, is passed on to the points that run; the others are not started, and their rows say
+    so.
+    """
 
     def run_one(place: int, point: Point) -> experiment.Row:
+        if started.stopped:
+            return _row(point, _interrupted(f"{started.stopped} before it was started"))
         note(place, FINISHED_BEFORE if point.finished else shlex.join(point.command))
-        return run_point(point, fresh)
+        return run_point(point, fresh, started)
 
-    with concurrent.futures.ThreadPoolExecutor(parallel) as pool:  # threads, for they only wait for processes
+    # Threads, for they only wait for processes.
+    with children.Children() as started, concurrent.futures.ThreadPoolExecutor(parallel) as pool:
         futures = {pool.submit(run_one, place, point): place for place, point in enumerate(points)}
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
-        finally:  # Ctrl-C reaches the running processes by itself; the other points must not follow
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException as error:  # the running points must end, and the others not follow
+            started.stop(type(error).__name__)
+            raise
 
 
-def run_point(point: Point, fresh: bool) -> experiment.Row:
-    """Runs a point unless it has finished, and returns its row."""
-    if not point.finished:
-        if fresh:
-            shutil.rmtree(point.folder, ignore_errors=True)
-        point.folder.mkdir(parents=True, exist_ok=True)
-        (point.folder / SUMMARY).unlink(missing_ok=True)
-        with open(point.folder / "log.txt", "ab") as log:
-            code = subprocess.run(point.command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        # Where not even Python lived to tell.
-        record_death(point, f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}", "log.txt")
+def run_point(point: Point, fresh: bool, started: children.Children) -> experiment.Row:
+    """Runs a point unless it has finished, and returns its row.
+
+    A run writes its summary itself, where it owns its folder and lives to tell. Otherwise what is known of its end is
+    written there, but not into a folder that another process is at work in, nor over a damaged file: this the row tells
+    alone.
+    """
+    if point.finished:
+        return row(point)
+    if fresh and (owner := in_use(point.folder)):
+        return _row(point, {"status": errors.IN_USE, "message": f"{point.folder} is in use by {owner}; not replaced"})
+    if fresh:
+        shutil.rmtree(point.folder, ignore_errors=True)
+    point.folder.mkdir(parents=True, exist_ok=True)
+    summary, log = point.folder / SUMMARY, point.folder / _LOG
+    before, begin = _written(summary), log.stat().st_size if log.exists() else 0
+    code = started.run(point.command, log)
+    if summary.exists() and (code == exits.FINISHED or _written(summary) != before):
+        return row(point)
+    said = _foreseen(log, begin)
+    if said.get("status") in (errors.IN_USE, errors.DAMAGED):
+        return _row(point, said)
+    if code == -signal.SIGTERM and started.stopped:  # it has no handler yet, or none any more
+        said = _interrupted(f"{started.stopped} before its first step or after its last")
+    summary.unlink(missing_ok=True)  # of an earlier attempt
+    record_death(point, said.get("status", exits.told(code)), said.get("message", f"see {log}"))
     return row(point)
 
 
-def record_death(point: Point, status: str, log: str) -> None:
-    """Writes the summary of a point that ended without one; `log` is the file that may say more."""
+def record_death(point: Point, status: str, message: str) -> None:
+    """Writes the summary of a point that ended without one."""
     if not (point.folder / SUMMARY).exists():
         point.folder.mkdir(parents=True, exist_ok=True)
-        death = {"status": status, "message": f"see {point.folder / log}"}
-        files.write_json(point.folder / SUMMARY, death)
+        files.write_json(point.folder / SUMMARY, {"status": status, "message": message})
+
+
+def _interrupted(message: str) -> dict[str, str]:
+    return {"status": errors.INTERRUPTED, "message": message}
+
+
+def _written(path: pathlib.Path) -> tuple[int, int] | None:
+    """What tells one writing of a file from the next."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _foreseen(log: pathlib.Path, begin: int) -> dict[str, str]:
+    """The last line by which a launcher told of a foreseen failure, in what follows `begin` bytes; else nothing."""
+    with open(log, "rb") as file:
+        file.seek(begin)
+        found = re.findall(rf"^({'|'.join(_FORESEEN)}): (.*)$", file.read().decode(errors="replace"), re.MULTILINE)
+    return dict(zip(("status", "message"), found[-1], strict=True)) if found else {}
 
 
 def row(point: Point) -> experiment.Row:
     """A point with the summary of its run, however that ended."""
+    return _row(point, files.read_json(point.folder / SUMMARY))
+
+
+def _row(point: Point, summary: dict[str, Any]) -> experiment.Row:
     return {
         "point": point.folder.name,
-        **files.read_json(point.folder / SUMMARY),
+        **summary,
         "overrides": point.overrides,
         "layers": point.layers,
         "folder": str(point.folder),

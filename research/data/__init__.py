@@ -43,7 +43,7 @@ class Data:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the corpus, whatever the split and the packing."""
+        """SHA-256 of the corpus, whatever the fraction held out and the packing."""
         return self.corpus.digest
 
     def train_iterator(self) -> grain.DatasetIterator[Batch]:
@@ -68,7 +68,7 @@ class Data:
         return sorted(side[index].name for index in found)
 
     def describe(self) -> dict[str, str | int]:
-        """What was read, for the run's record: source, documents and bytes of each side, digest."""
+        """What was read, for the run's record: source, documents and bytes of each side, duplicates, digest."""
         training, validation = self.corpus.training, self.corpus.validation
         return {
             "source": self.corpus.description,
@@ -76,6 +76,8 @@ class Data:
             "training_bytes": sum(len(document.text) for document in training),
             "validation_documents": len(validation),
             "validation_bytes": sum(len(document.text) for document in validation),
+            "duplicate_documents": self.corpus.duplicates,
+            "binary_files_left_out": self.corpus.binary_files,
             "digest": self.digest,
         }
 

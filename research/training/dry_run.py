@@ -32,10 +32,10 @@ def dry_run(config: ml_collections.ConfigDict, console: rich.console.Console) ->
 
     console.print(str(config), markup=False, highlight=False)
     report.show_run(console, config, state.params, config_lib.effective(config))
-    corpus = data.describe()
+    told = ", ".join(f"{name} {value:,}" for name, value in data.describe().items() if isinstance(value, int))
     console.print(
-        f"data: {corpus['source']}, {corpus['training_bytes']:,} bytes to train on, "
-        f"{corpus['validation_bytes']:,} to validate; batch: int32 {[*batch['inputs'].shape]} over {mesh.size} devices",
+        f"data: {data.describe()['source']}, {told.replace('_', ' ')}; "
+        f"batch: int32 {[*batch['inputs'].shape]} over {mesh.size} devices",
         soft_wrap=True,
     )
     per_token = flops.per_token(spec, config.data.seq_len, state.params)

@@ -96,6 +96,131 @@ def test_a_folder_skips_hidden_binary_and_empty_files(folder, texts, tmp_path):
     assert loaded.digest == digest
 
 
+def test_the_same_text_is_never_on_both_sides(tmp_path):
+    """40 texts, each in two folders: by name, 12 of 14 held-out documents would be training documents as well."""
+    texts = {f"doc{i:02}": f"text {i} ".encode() * (i + 3) for i in range(40)}
+    twice = {f"{copy}/{name}.txt": text for name, text in texts.items() for copy in "ab"}
+    loaded = corpus.load(write(tmp_path / "twice", twice), 0.25)
+    sides = [{document.text.tobytes() for document in side} for side in (loaded.training, loaded.validation)]
+    assert not sides[0] & sides[1]
+    assert len(loaded.training) + len(loaded.validation) == 80
+    assert loaded.duplicates == 40
+    # A text's side is its own: not that of its name, nor of its copies.
+    once = corpus.load(write(tmp_path / "once", texts), 0.25)
+    assert {document.text.tobytes() for document in once.validation} == sides[1]
+    assert once.duplicates == 0
+
+
+SAME = [b"\xef\xbb\xbfone\ntwo", b"one\ntwo\n\n", b"one\r\ntwo\r\n", b"one\rtwo", b"  one\ntwo ", b"one\ntwo"]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_texts_that_are_written_alike_are_the_same_text(tmp_path, fraction):
+    alike = {f"{i}": text for i, text in enumerate(SAME)} | {"6.gz": gzip.compress(SAME[0])}
+    others = {f"other{i}": f"other {i}".encode() for i in range(30)}
+    loaded = corpus.load(write(tmp_path, alike | others), fraction)
+    assert loaded.duplicates == len(SAME)
+    assert len(set(alike) & set(names(loaded.validation))) in (0, len(alike))
+    assert contents(loaded)["2"] == SAME[2]  # it is read as it stands
+
+
+def test_one_text_under_many_names_cannot_be_split(tmp_path):
+    folder = write(tmp_path, {"a": b"text", "b": b"text\n"})
+    with pytest.raises(ValueError, match=r"config\.data\.path=.*: its 2 documents hold one text"):
+        corpus.load(folder, 0.5)
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """40 texts behind a link, and 10 beside it."""
+    write(tmp_path / "elsewhere", {f"{i // 20}/doc{i:02}.txt": f"text {i}".encode() for i in range(40)})
+    write(tmp_path / "linked", {f"own/doc{i}.txt": f"text {i}".encode() for i in range(10)})
+    (tmp_path / "linked" / "part").symlink_to(tmp_path / "elsewhere")
+    return tmp_path / "linked"
+
+
+EVERYTHING = ["", "/", "/**", "/**/*", "/**/*.txt", "/*/**/doc*", "/[op]*/**"]
+
+
+@pytest.mark.parametrize("pattern", EVERYTHING)
+def test_a_folder_and_its_globs_are_the_same_documents(linked, pattern):
+    loaded = corpus.load(f"{linked}{pattern}", 0.3)
+    assert len(contents(loaded)) == 50
+    assert loaded.duplicates == 10
+    assert contents(loaded) == contents(corpus.load(str(linked), 0.3))
+    assert loaded.digest == corpus.load(str(linked), 0.3).digest
+
+
+@pytest.mark.parametrize("pattern", EVERYTHING)
+def test_hidden_and_binary_files_are_left_out_of_a_folder_and_of_its_globs(linked, pattern):
+    expected = contents(corpus.load(str(linked), 0.3))
+    write(linked, {"own/doc.txt": b"bin\0ary", "own/.doc.txt": b"hidden", ".git/doc.txt": b"hidden"})
+    (linked / "own" / "packed-doc.txt.gz").write_bytes(gzip.compress(b"bin\0ary"))
+    loaded = corpus.load(f"{linked}{pattern}", 0.3)
+    assert contents(loaded) == expected
+    assert loaded.binary_files == (1 if "doc*" in pattern or ".txt" in pattern else 2)
+
+
+def test_what_is_named_without_a_wildcard_is_read_whatever_it_is(linked):
+    write(linked, {"own/doc0.txt": b"bin\0ary", "part/.doc0.txt": b"hidden", ".git/doc0.txt": b"hidden too"})
+    assert set(contents(corpus.load(f"{linked}/*/.doc0.txt", 0.5))) == {"part/.doc0.txt[:3]", "part/.doc0.txt[3:]"}
+    found = contents(corpus.load(f"{linked}/**/doc0.txt", 0.5))
+    assert set(found) == {"own/doc0.txt[:4]", "own/doc0.txt[4:]"}
+    assert set(contents(corpus.load(f"{linked}/.g*/*", 0.5))) == {".git/doc0.txt[:5]", ".git/doc0.txt[5:]"}
+
+
+def test_links_that_lead_round_are_not_followed(linked):
+    expected = contents(corpus.load(str(linked), 0.3))
+    (linked / "own" / "up").symlink_to(linked)
+    (linked / "here").symlink_to(".")
+    (linked / "above").symlink_to(linked.parent)  # holds the corpus itself
+    (linked.parent / "elsewhere" / "0" / "back").symlink_to(linked / "part")
+    (linked.parent / "elsewhere" / "1" / "across").symlink_to(linked / "own")  # no loop: the same files once more
+    more = {f"part/1/across/{name}": text for name, text in ((f"doc{i}.txt", f"text {i}".encode()) for i in range(10))}
+    for pattern in ("", "/**", "/*/**"):
+        assert contents(corpus.load(f"{linked}{pattern}", 0.3)) == expected | more
+    few = {name: text for name, text in expected.items() if name.startswith("own/")}
+    assert contents(corpus.load(f"{linked}/*/*.txt", 0.3)) == few
+
+
+def test_links_to_files_and_two_links_to_one_folder(linked):
+    expected = contents(corpus.load(str(linked), 0.3))
+    (linked / "again").symlink_to(linked.parent / "elsewhere")
+    (linked / "one.txt").symlink_to(linked / "own" / "doc3.txt")
+    loaded = corpus.load(str(linked), 0.3)
+    again = {f"again/{name.removeprefix('part/')}": text for name, text in expected.items() if name.startswith("part/")}
+    assert contents(loaded) == expected | again | {"one.txt": b"text 3"}
+    assert loaded.duplicates == 10 + 40 + 1
+    sides = [{document.text.tobytes() for document in side} for side in (loaded.training, loaded.validation)]
+    assert not sides[0] & sides[1]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "gone.txt"])
+def test_a_link_that_leads_nowhere_is_told(linked, target):
+    (linked / "gone.txt").symlink_to(target)
+    for pattern in ("", "/**", "/*.txt", "/**/*.txt"):
+        with pytest.raises(
+            ValueError, match=rf"config\.data\.path: '.*gone\.txt' is a link that leads nowhere, to '{target}'"
+        ):
+            corpus.load(f"{linked}{pattern}", 0.3)
+    (linked / "gone.txt").rename(linked / ".#gone.txt")  # an editor's lock
+    assert len(contents(corpus.load(str(linked), 0.3))) == 50
+
+
+def test_a_folder_that_cannot_be_read_is_told(linked, monkeypatch):
+    listdir = os.listdir
+
+    def refuse(path):
+        if str(path).endswith("elsewhere/1") or str(path).endswith("part/1"):
+            raise PermissionError(13, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for pattern in ("", "/**", "/**/*.txt"):
+        with pytest.raises(ValueError, match=r"config\.data\.path: '.*/part/1' cannot be read: Permission denied"):
+            corpus.load(f"{linked}{pattern}", 0.3)
+
+
 def test_gzip_files_are_decompressed(tmp_path, texts):
     packed = {f"{name}.gz": gzip.compress(text) for name, text in texts.items()}
     loaded = corpus.load(write(tmp_path / "packed", packed), 0.3)
@@ -103,10 +228,10 @@ def test_gzip_files_are_decompressed(tmp_path, texts):
 
 
 def test_a_glob_reads_its_matches_once_named_from_its_fixed_part(folder, texts, tmp_path):
-    write(tmp_path / "corpus", {"part0/notes.md": b"no match", "part0/deep/raw.txt": b"binary\0but named"})
+    write(tmp_path / "corpus", {"part0/notes.md": b"no match", "part0/deep/raw.txt": b"binary\0in a folder"})
     loaded = corpus.load(f"{folder}/part0/**/**/*.txt", 0.3)
     expected = {name.removeprefix("part0/"): text for name, text in texts.items() if name.startswith("part0/")}
-    assert contents(loaded) == {**expected, "deep/raw.txt": b"binary\0but named"}
+    assert contents(loaded) == expected
     wide = corpus.load(f"{folder}/part?/*.txt", 0.3)
     assert contents(wide) == texts
     assert wide.digest == corpus.load(f"{folder}/*/text*", 0.3).digest

@@ -75,6 +75,11 @@ def test_the_record_says_what_was_read(config, tmp_path):
     assert record["training_documents"] + record["validation_documents"] == len(files)
     assert record["training_bytes"] + record["validation_bytes"] == sum(file.stat().st_size for file in files)
     assert record["digest"] == data.build(config, 1).digest
+    assert record["duplicate_documents"] == record["binary_files_left_out"] == 0
+    (tmp_path / "copy.txt").write_bytes(files[0].read_bytes())
+    (tmp_path / "picture.txt").write_bytes(b"\0")
+    record = data.build(config, 1).describe()
+    assert record["duplicate_documents"] == record["binary_files_left_out"] == 1
 
 
 def test_the_standard_library_by_default():

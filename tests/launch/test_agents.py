@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,8 @@ from research import agents, experiment, sweep
 from research.config import ConfigError
 from tests import tiny
 from tests.experiments.test_experiments import CASES, MODULES, platform
+from tests.launch import loopback
+from tests.launch.conftest import descendants, is_alive, wait_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "tests/tiny.py"
@@ -185,6 +188,39 @@ def test_run_of_an_agent_is_wandbs_run_and_knows_its_parameters(tmp_path):
     written = (record / "run-abcd1234.wandb").read_bytes()
     for key in (b"point", b"config.seed", b"sweep1"):
         assert key in written
+
+
+@pytest.mark.slow
+def test_stopped_agent_lets_its_run_save_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    """The commands as they are printed, and a server on this machine: register, start an agent, stop it."""
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    with loopback.Server("sweep1", "compressed-attention", "a-team", [{"point": "learning_rate=0.001"}]) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        overrides = {"run.root": tmp_path / "runs", "train.steps": 10**6, "wandb.mode": "offline"}
+        arguments = [f"--config.{name}={value}" for name, value in overrides.items()]
+        command = [sys.executable, "launch/sweep.py", f"--config={TINY}", "--to=wandb", "--create", *arguments]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        started = printed.splitlines()[-1].removeprefix("next: ")
+        assert started == "wandb agent --forward-signals a-team/compressed-attention/sweep1"
+        process = subprocess.Popen(
+            [sys.executable, "-m", *started.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        (metrics,) = wait_for(lambda: [*tmp_path.glob("runs/*-run0-*/metrics.jsonl")])
+        wait_for(metrics.read_text)
+        all_of_it = descendants(process.pid)
+        process.terminate()
+        said, _ = process.communicate(timeout=120)
+    summary = json.loads((metrics.parent / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    saved = re.match(r"SIGTERM after step (\d+) of 1000000, which is saved", summary["message"])
+    assert (metrics.parent / "checkpoints" / saved[1]).is_dir()
+    assert f"interrupted: {summary['message']}" in said
+    assert all_of_it
+    wait_for(lambda: not any(map(is_alive, all_of_it)))  # wandb's own process ends a moment later
 
 
 def test_sweep_file_from_the_command_line(tmp_path):

@@ -9,6 +9,7 @@ import rich.console
 
 from launch import aot as launcher
 from launch import flags
+from research import exits
 from research.config import ConfigError, base_config
 from research.measure import aot
 from research.runs import files
@@ -66,7 +67,7 @@ def test_without_libtpu_it_says_what_to_install(tmp_path):
     )
     command = (sys.executable, "launch/aot.py", "--config=tests/tiny.py", f"--config.run.root={tmp_path}")
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:."}, check=False)
-    assert done.returncode == flags.INVALID_EXIT
+    assert done.returncode == exits.INVALID
     assert "libtpu is not installed: pip install -r requirements-tpu.txt" in done.stderr
 
 

@@ -3,12 +3,15 @@
 import os
 import pathlib
 import re
+import signal
+import threading
 
 import pytest
 import submitit
 
 from research import slurm, sweep
 from research.config import ConfigError
+from tests.launch.conftest import fakes, is_alive, parent, told, wait_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 TARGET = f"{ROOT}/tests/tiny.py"
@@ -25,6 +28,12 @@ done
 echo "Submitted batch job $$"
 """
 SRUN = '#!/bin/bash\nexec "${@:6}"\n'  # what follows --unbuffered --output FILE --error FILE
+# Starts the job again when the process that asks for it has ended.
+SCONTROL = """#!/bin/bash
+echo "$@" >> "$SLURM_STATES.asked"
+[ "$SLURM_REFUSES" ] && exit 1
+(while kill -0 $PPID; do sleep 0.05; done; exec bash "$SLURM_STATES.sh") > /dev/null 2>&1 &
+"""
 SACCT = '#!/bin/bash\necho "JobID|State|NodeList"; cat "$SLURM_STATES"\n'
 
 
@@ -33,7 +42,7 @@ def states(tmp_path, monkeypatch):
     """A cluster that runs what it is given at once; the returned file says what sacct knows of other jobs."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in {"sbatch": SBATCH, "srun": SRUN, "sacct": SACCT}.items():
+    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "sacct": SACCT}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     states = tmp_path / "states"
@@ -97,6 +106,56 @@ def test_jobs_of_an_earlier_submission_are_waited_for(fake, states, monkeypatch)
     assert [rows[0]["status"], rows[1]["status"]] == ["job cancelled", "job node_fail"]
     assert (points[0].folder / rows[0]["message"].removeprefix("see ")).name == "55_0_0_log.err"
     assert not any((point.folder / "ran").exists() for point in points)
+
+
+def one_job(fake, process_says):
+    """Rows of one job on the cluster, told of its run's process when that waits to be stopped."""
+    points = sweep.plan(TARGET, fake, "cpu", fresh=False)[:1]
+    jobs = slurm.executor(points, [MINUTES], parallel=0)
+
+    def stop():
+        (process,) = fakes(fake["run.root"])
+        process_says(process, (points[0].folder / slurm.JOB).read_text())
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    (row,) = dict(slurm.run(jobs, points, False, lambda *_: None, poll_seconds=0.1)).values()
+    thread.join()
+    return row
+
+
+def test_job_out_of_time_is_queued_again_when_its_run_has_saved(fake, states, monkeypatch):
+    monkeypatch.setenv("FAKE_WAITS", "1")
+    asked = states.with_name("states.asked")
+
+    def out_of_time(process, job):
+        assert not asked.exists()
+        os.kill(parent(process), signal.SIGUSR2)
+        wait_for(lambda: asked.exists() and asked.read_text() == f"requeue {job}\n")
+        assert not is_alive(process)
+
+    row = one_job(fake, out_of_time)
+    assert row["status"] == "ok"  # of its second start
+    assert ran(row) == 2
+    assert told(fake["run.root"]) == [["SIGTERM"]]
+
+
+@pytest.mark.slow
+def test_job_that_slurm_does_not_queue_again_for_us_is_not_complete(fake, states, monkeypatch):
+    """As after a preemption, when Slurm queues it again by itself, or a cancellation."""
+    monkeypatch.setenv("FAKE_WAITS", "1")
+    monkeypatch.setenv("SLURM_REFUSES", "1")
+    monkeypatch.setattr(submitit.SlurmJob, "_results_timeout_s", 0)
+
+    def cancel(process, job):
+        supervisor = parent(process)
+        os.kill(supervisor, signal.SIGTERM)
+        wait_for(lambda: not is_alive(supervisor))
+        assert states.with_name("states.asked").read_text() == f"requeue {job}\n"
+        states.write_text(f"{job}|CANCELLED|n1\n")
+
+    row = one_job(fake, cancel)
+    assert (row["status"], row["message"]) == ("interrupted", "SIGTERM after step 7 of 9, which is saved")
 
 
 @pytest.mark.parametrize(

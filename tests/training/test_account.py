@@ -223,6 +223,18 @@ def test_dry_run_tells_everything_runs_nothing_and_leaves_nothing(tmp_path, monk
     assert float(sizes["in all, validating"]) == pytest.approx(expected, abs=0.2)
 
 
+def test_dry_run_tells_what_is_learned(tmp_path):
+    config = tiny.get_config()
+    for name, text in {"a": b"one text", "b": b"one text\n", "c": b"another", "d": b"\0"}.items():
+        (tmp_path / name).write_bytes(text)
+    config.data.path, config.data.validation_fraction = str(tmp_path), 0.7
+    shown = show(config)
+    assert "duplicate documents 1, binary files left out 1; batch" in shown
+    config = tiny.get_config()
+    config.data.task, config.data.pairs = "recall", 3
+    assert "data: recall, pairs 3; batch: int32 [2, 64]" in show(config)
+
+
 def test_dry_run_refuses_what_cannot_run():
     config = tiny.get_config()
     config.data.path = "/nothing/there"
