@@ -14,6 +14,7 @@ Several processes, on one machine or several, train one model when all are given
 import datetime
 import os
 import pathlib
+from typing import Any
 
 import jax
 import rich.console
@@ -41,14 +42,15 @@ def main() -> int:
     if not config.run.id:
         config.run.id = default_id(flags.target(), overrides)
     summary = run.run(config, overrides, console)
-    bits = f" ({summary['val_bits_per_byte']:.3f} bits/byte)" if "val_bits_per_byte" in summary else ""
-    console.print(
-        f"loss {summary['final_loss']:.4f}, validation {summary['val_loss']:.4f}{bits}, "
-        f"{summary['step_seconds']:.3f} s/step, {summary['tokens_per_second']:,.0f} tokens/s: "
-        f"{config.run.root}/{config.run.id}/{SUMMARY}",
-        soft_wrap=True,
-    )
+    console.print(f"{ending(summary)}: {config.run.root}/{config.run.id}/{SUMMARY}", soft_wrap=True)
     return 0
+
+
+def ending(summary: dict[str, Any]) -> str:
+    """The line that a run ends with: losses, in bits per byte where bytes are predicted, and speed."""
+    bits = f" ({summary['val_bits_per_byte']:.3f} bits/byte)" if "val_bits_per_byte" in summary else ""
+    losses = f"loss {summary['final_loss']:.4f}, validation {summary['val_loss']:.4f}{bits}"
+    return f"{losses}, {summary['step_seconds']:.3f} s/step, {summary['tokens_per_second']:,.0f} tokens/s"
 
 
 def default_id(target: str, overrides: experiment.Overrides) -> str:

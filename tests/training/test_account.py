@@ -16,7 +16,7 @@ from research.attention import index_scores
 from research.config import ConfigError, base_config
 from research.measure import chips
 from research.model import spec as model_spec
-from research.training import dry_run, flops, loop, optimizer, profile, run, trainer
+from research.training import dry_run, flops, loop, optimizer, profile, run
 from research.training import step as step_lib
 from tests import oracles, tiny
 
@@ -139,18 +139,6 @@ def test_a_run_on_chips_of_which_only_one_is_known(known):
     for row in rows:
         row.pop("mfu", None)
     assert "mfu" not in loop._outcome(rows)
-
-
-def test_validation_is_compiled_before_the_first_step(tmp_path):
-    """Out of memory there is known at once, not after the last step."""
-    config = tiny.get_config()
-    training = trainer.Trainer(config)
-    training.compile()
-    assert isinstance(training._measures, jax.stages.Compiled)
-    _, shapes_of = shapes(config)
-    arguments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes_of.params))
-    assert arguments <= training.cost["eval_argument_bytes"] < arguments * 1.2
-    assert {f"eval_{name}" for name in ("lower_seconds", "compile_seconds", "temp_bytes")} <= training.cost.keys()
 
 
 def test_trace_of_the_steps_after_warming_up(tmp_path):

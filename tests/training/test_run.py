@@ -197,11 +197,39 @@ def test_nan_loss_names_its_step_and_is_recorded(root, unbroken):
     assert rows(folder_of(config))[0]["loss"] != rows(folder_of(unbroken))[0]["loss"]
 
 
-def test_nan_in_validation_keeps_the_batch_that_made_it(root):
-    """A byte that a later validation batch has, and no earlier one, is embedded as NaN."""
+@pytest.fixture(scope="module")
+def compiled(root):
     config = make(root, "unseen", model__tied_head=False, seed=2)
     training = trainer.Trainer(config)
     training.compile()
+    return config, training
+
+
+def test_validation_is_compiled_before_the_first_step(compiled):
+    """Out of memory there is known at once, not after the last step."""
+    _, training = compiled
+    assert isinstance(training._measures, jax.stages.Compiled)
+    arguments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(training.state.params))
+    assert arguments <= training.cost["eval_argument_bytes"] < arguments * 1.2
+    assert {f"eval_{name}" for name in ("lower_seconds", "compile_seconds", "temp_bytes")} <= training.cost.keys()
+
+
+def test_evaluation_can_be_ended_between_batches(compiled):
+    _, training = compiled
+    calls = []
+
+    def end():
+        calls.append(None)
+        if len(calls) == 3:
+            raise errors.InterruptedRunError("now")
+
+    with pytest.raises(errors.InterruptedRunError, match=r"^now$"):
+        training.evaluate(5, before_batch=end)
+
+
+def test_nan_in_validation_keeps_the_batch_that_made_it(compiled):
+    """A byte that a later validation batch has, and no earlier one, is embedded as NaN."""
+    config, training = compiled
     assert np.isfinite(list(training.evaluate(6).values())).all()
     assert training.nonfinite_batch is None
     batches = list(training.data.validation_batches(6))
@@ -232,20 +260,6 @@ def test_a_measure_that_is_not_finite_is_no_number_to_record(tmp_path, monkeypat
     row = {"loss": 1.0, "indexer_kl": float("nan"), "val_loss": 2.0}
     with pytest.raises(errors.NonFiniteLossError, match=r"^indexer_kl is nan at step 4; validating: False$"):
         loop._require_finite(row, 4, tmp_path, None)
-
-
-def test_evaluation_can_be_ended_between_batches(root):
-    training = trainer.Trainer(make(root, "ended"))
-    training.compile()
-    calls = []
-
-    def end():
-        calls.append(None)
-        if len(calls) == 3:
-            raise errors.InterruptedRunError("now")
-
-    with pytest.raises(errors.InterruptedRunError, match=r"^now$"):
-        training.evaluate(5, before_batch=end)
 
 
 @pytest.mark.parametrize(("field", "setting"), [("attention__top_k", 0), ("data__path", "/nothing/there")])
