@@ -7,6 +7,7 @@ are appended to `<run.root>/aot/<experiment>/results.jsonl` as they come; points
 versions, are not compiled again unless `--fresh`. `--search` tries the legal blocks and groups of heads for the
 experiment's own config instead of its sweep, prints those that no other beats in peak bytes, roofline and compile time,
 and writes the one with the lowest roofline, then the least memory, as a preset: `--preset=NAME` in a later run.
+Without it, overrides narrow the sweep or apply to all of its points, by the rule in `research/experiment.py`.
 """
 
 import datetime
@@ -48,13 +49,14 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     config, target = flags.config(), flags.target()
     console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
+    planned = search.plan(config) if _SEARCH.value else aot.plan(target, flags.overrides())
     try:
         aot.versions()
     except ModuleNotFoundError as error:
         raise ConfigError("libtpu is not installed: pip install -r requirements-tpu.txt, or make aot") from error
-    planned = search.plan(config) if _SEARCH.value else aot.plan(target, flags.overrides())
 
-    folder = pathlib.Path(config.run.root) / "aot" / sweep.folder_name(target, flags.overrides())
+    name = sweep.full_name if _SEARCH.value else sweep.folder_name  # a search has no points among which to choose
+    folder = pathlib.Path(config.run.root) / "aot" / name(target, flags.overrides())
     folder.mkdir(parents=True, exist_ok=True)
     tracking.write_json(folder / tracking.ENVIRONMENT, tracking.environment(aot.versions()))
     results = folder / "results.jsonl"

@@ -1,6 +1,8 @@
 """Runs an experiment's sweep: `python launch/sweep.py --config=experiments/mask_strategies.py:demo`.
 
-Further overrides apply to all points: `--config.train.steps=5`. Started again, it runs only what has not finished;
+Overrides of fields that the sweep sets narrow it to the points that have this value; others apply to all points and
+name the folder, `--config.train.steps=5`: `research/experiment.py` has the rule. A point that is after others starts
+when they have finished, and is skipped if one has not. Started again, it runs only what has not finished;
 `--fresh` runs everything again. Exits with 1 if a point failed or the results contradict the experiment's own check,
 with 2, before anything is run, if a point is invalid, and with 75 if a point was stopped: SIGTERM or Ctrl-C lets the
 running points save their step, starts no more, and records what is done; the same command goes on from there.
@@ -23,7 +25,7 @@ from absl import flags as absl_flags
 
 from analysis import plot, table
 from launch import flags
-from research import agents, errors, exits, experiment, slurm, sweep
+from research import agents, errors, exits, experiment, slurm, sweep, tracking
 from research.config import ConfigError
 from research.training.run import FINISHED
 
@@ -63,9 +65,10 @@ def main() -> int:
     rows = _run(points, jobs, console)
 
     results, picture = folder / "results.jsonl", folder / "plot.png"
-    results.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    known = _with_earlier(rows, results, target) if experiment.swept(target, common) else rows
+    results.write_text("".join(json.dumps(row) + "\n" for row in known), encoding="utf-8")
     module, _ = experiment.load(target)
-    plot.draw(rows, module.HEADLINE, f"{folder.name} on {platform}", picture)
+    plot.draw(known, module.HEADLINE, f"{folder.name} on {platform}", picture)
     console.print(table.build(rows))
     failed = [row for row in rows if row["status"] != FINISHED]
     for row in failed:
@@ -77,6 +80,13 @@ def main() -> int:
         console.print(f"{stopped} of {len(rows)} points were stopped; the same command goes on with them")
         return exits.INTERRUPTED
     return exits.FINISHED if agrees and not failed else exits.FAILED
+
+
+def _with_earlier(rows: list[experiment.Row], results: pathlib.Path, target: str) -> list[experiment.Row]:
+    """A narrowed sweep's rows among those that earlier launches left of its other points, in the sweep's order."""
+    earlier = tracking.read_lines(results) if results.exists() else []
+    found = {row["point"]: row for row in (*earlier, *rows)}
+    return [found[point.label] for point in experiment.points(target) if point.label in found]
 
 
 def _check_flags() -> None:
