@@ -111,6 +111,9 @@ def run(
         held = ", ".join(job.job_id for job in jobs.values())
         raise ConfigError(f"--fresh: jobs {held} still work on these points; cancel them first")
     missing = [place for place, point in enumerate(points) if not point.finished and place not in jobs]
+    names = {points[place].folder.name for place in (*missing, *jobs)}
+    if made.cluster != "slurm" and any(names.intersection(points[place].after) for place in missing):
+        raise ConfigError(f"jobs on {made.cluster!r} start in no order, but points are after others; must be 'slurm'")
     for place in missing:
         _prepare(points[place], fresh)
     for ready, dependency in _in_order(points, missing, jobs):
@@ -153,8 +156,6 @@ def _depending(made: submitit.AutoExecutor, dependency: str) -> Iterator[None]:
     if not dependency:
         yield
         return
-    if made.cluster != "slurm":
-        raise ConfigError(f"jobs on {made.cluster!r} start in no order, but points are after others; must be 'slurm'")
     given = made.parameters.get("dependency")
     made.update_parameters(slurm_dependency=f"{given},{dependency}" if given else dependency)
     try:
