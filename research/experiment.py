@@ -154,7 +154,7 @@ def _points(module: types.ModuleType, arg: str, target: str) -> list[Point]:
         raise ConfigError(f"{target}: {names.count(twice)} points of the sweep are {twice!r}; must differ in a setting")
     for name, point in labelled.items():
         if unknown := [before for before in point.after if before not in labelled]:
-            nearest = difflib.get_close_matches(unknown[0], labelled, n=3, cutoff=0.0)
+            nearest = difflib.get_close_matches(unknown[0], labelled.keys() - {name}, n=3, cutoff=0.0)
             raise ConfigError(f"{target}: {name} is after={unknown[0]!r}; must be a point, as {', '.join(nearest)}")
         if name in _before(labelled, name):
             raise ConfigError(f"{target}: {name} is after itself, by after={', '.join(point.after)}")

@@ -11,6 +11,7 @@ import yaml
 
 from launch import flags
 from research import exits
+from research.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 GRID = "--config=tests/points.py:grid"
@@ -70,19 +71,34 @@ def test_preset_is_held_to_the_same_rule(tmp_path):
         assert done.stderr.startswith("invalid config: config.data.seq_len=1024: must be ")
 
 
-@pytest.mark.parametrize(
-    "flag", ["visibility=hca", "schedule=static", "seq_len=128", "block=128", "dq_reduction_steps=0"]
-)
-def test_masks_refuses_what_the_sweep_says(flag):
-    done = start("masks", GRID, f"--{flag}")
-    message = f"invalid config: --{flag.partition('=')[0]}: has no effect with --config, whose sweep says it\n"
-    assert (done.returncode, done.stderr) == (exits.INVALID, message)
+# Runs launch/masks.py with each of the command lines in its arguments, imported once.
+MASKS = """
+import os, sys
+from launch import flags, masks
+for line in sys.argv[1:]:
+    if not os.fork():
+        sys.argv = ["masks.py", *line.split()]
+        flags.run(masks.main, config_required=False)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
 
 
-def test_masks_refuses_a_preset_without_config():
-    done = start("masks", "--preset=x", "--seq_len=1024")
-    message = "invalid config: --preset: has no effect without --config\n"
-    assert (done.returncode, done.stderr) == (exits.INVALID, message)
+def test_masks_refuses_flags_without_effect():
+    """Those that describe a single schedule, beside a sweep; and a preset without one."""
+    single = ("visibility=hca", "schedule=static", "seq_len=128", "block=128", "dq_reduction_steps=0")
+    lines = [*(f"{GRID} --{flag}" for flag in single), "--preset=x --seq_len=1024"]
+    done = subprocess.run(
+        [sys.executable, "-c", MASKS, *lines],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [str(exits.INVALID)] * len(lines), done.stderr
+    names = [flag.partition("=")[0] for flag in single]
+    beside = [f"invalid config: --{name}: has no effect with --config, whose sweep says it" for name in names]
+    assert done.stderr.splitlines() == [*beside, "invalid config: --preset: has no effect without --config"]
 
 
 def test_agents_get_the_points_that_have_the_value(tmp_path):
@@ -100,7 +116,13 @@ def test_agents_get_the_points_that_have_the_value(tmp_path):
 POINT = "--point=backend=blockwise,seq_len=128"
 
 
-def test_point_takes_an_override_that_says_the_same():
+@pytest.fixture
+def root(monkeypatch):
+    """Launchers are started in the repository's root."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_point_takes_an_override_that_says_the_same(root):
     for same in ("--config.data.seq_len=128", "--config.train.steps=12"):
         arguments = flags.expand([GRID, POINT, same])
         assert arguments == [GRID, same, "--config.attention.backend=blockwise", "--config.data.seq_len=128"]
@@ -114,7 +136,14 @@ def test_point_takes_an_override_that_says_the_same():
         ("train.steps=4", "config.train.steps=4: must be 12, as the point"),
     ],
 )
-def test_point_refuses_an_override_that_says_otherwise(other, message):
-    done = start("train", GRID, POINT, f"--config.{other}", "--dry_run")
+def test_point_refuses_an_override_that_says_otherwise(other, message, root):
+    with pytest.raises(ConfigError) as error:
+        flags.expand([GRID, POINT, f"--config.{other}"])
+    assert str(error.value) == f"{message} backend=blockwise,seq_len=128 of {GRID.removeprefix('--config=')} has it"
+
+
+def test_train_refuses_in_a_line_what_the_point_says_otherwise():
+    done = start("train", GRID, POINT, "--config.data.seq_len=64", "--dry_run")
     assert done.returncode == exits.INVALID
-    assert done.stderr == f"invalid config: {message} backend=blockwise,seq_len=128 of tests/points.py:grid has it\n"
+    assert done.stderr.startswith("invalid config: config.data.seq_len=64: must be 128, as the point")
+    assert done.stderr.count("\n") == 1
