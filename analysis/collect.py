@@ -4,7 +4,6 @@ A line per point: its summary, its overrides, what it ran on, and of its metrics
 machine.
 """
 
-import json
 import pathlib
 import re
 import sys
@@ -75,5 +74,5 @@ def compact(row: Row) -> Row:
 
 if __name__ == "__main__":
     source, target = map(pathlib.Path, sys.argv[1:])
-    target.write_text("".join(json.dumps(compact(row)) + "\n" for row in sweep(source)), encoding="utf-8")
+    files.write_lines(target, [compact(row) for row in sweep(source)])
     print(f"{target}: {target.stat().st_size:,} bytes")

@@ -53,13 +53,14 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     return config
 
 
-def sweep(arg: str = "") -> list[experiment.Overrides]:
+def sweep(arg: str = "") -> list[experiment.Overrides | experiment.Point]:
     """The stages, one after the other, then the mask strategies that the dense one can have."""
     experiment.check_arg(arg, ARGS)
     points, before = [], ""
     for stage in STAGES:
-        points.append({"attention.csa_stage": stage} | ({"train.start_from": before} if before else {}))
-        before = experiment.label(points[-1])
+        start = {"train.start_from": before} if before else {}
+        points.append(experiment.Point({"attention.csa_stage": stage} | start, after=before or ()))
+        before = points[-1].label
     strategies = (("static", 128, 0), ("static", 128, 3), ("static", 256, 0), ("dynamic", 128, 0), ("dynamic", 256, 0))
     return points + [
         {
@@ -83,8 +84,8 @@ def check(rows: list[experiment.Row]) -> list[str]:
     Raises:
       CheckError: the warm-up did not raise the recall, or a random choice would do as well.
     """
-    chain = rows[: len(STAGES)]
-    if any(row["status"] != FINISHED for row in chain):
+    chain = [row for row in rows if "attention.backend" not in row["overrides"]]  # without those of the strategies
+    if len(chain) < len(STAGES) or any(row["status"] != FINISHED for row in chain):
         return ["the stages did not all finish: no recall to compare"]
     dense, warmup, sparse = curves = [read_rows(pathlib.Path(row["folder"])) for row in chain]
     before, after, end = (stage[-1]["val_indexer_recall"] for stage in (dense, warmup, sparse))

@@ -7,10 +7,10 @@ are appended to `<run.root>/aot/<experiment>/results.jsonl` as they come; points
 versions, are not compiled again unless `--fresh`. `--search` tries the legal blocks and groups of heads for the
 experiment's own config instead of its sweep, prints those that no other beats in peak bytes, roofline and compile time,
 and writes the one with the lowest roofline, then the least memory, as a preset: `--preset=NAME` in a later run.
+Without it, overrides narrow the sweep or apply to all of its points, by the rule in `research/experiment.py`.
 """
 
 import datetime
-import json
 import pathlib
 import sys
 
@@ -50,13 +50,14 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     config, target = flags.config(), flags.target()
     console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
+    planned = search.plan(config) if _SEARCH.value else aot.plan(target, flags.overrides())
     try:
         aot.versions()
     except ModuleNotFoundError as error:
         raise ConfigError("libtpu is not installed: pip install -r requirements-tpu.txt, or make aot") from error
-    planned = search.plan(config) if _SEARCH.value else aot.plan(target, flags.overrides())
 
-    folder = pathlib.Path(config.run.root) / "aot" / sweep.folder_name(target, flags.overrides())
+    name = sweep.full_name if _SEARCH.value else sweep.folder_name  # a search has no points among which to choose
+    folder = pathlib.Path(config.run.root) / "aot" / name(target, flags.overrides())
     folder.mkdir(parents=True, exist_ok=True)
     record_start(folder, environment() | {"compilers": aot.versions()})
     results = folder / "results.jsonl"
@@ -86,7 +87,7 @@ def _compile(console: rich.console.Console, planned: list[tuple], results: pathl
         for row in files.read_lines(results):
             stored.setdefault(row["key"], {})[row["phase"]] = row
     stamp, rows = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}, []
-    with open(results, "a", encoding="utf-8") as file, rich.progress.Progress(console=console) as bar:
+    with rich.progress.Progress(console=console) as bar:
         task = bar.add_task("", total=len(planned))
         for overrides, point, timeout in planned:
             bar.update(task, description=f"{point.what} {experiment.label(overrides)}"[:100])
@@ -96,8 +97,7 @@ def _compile(console: rich.console.Console, planned: list[tuple], results: pathl
             else:
                 for row in aot.run(point, timeout):
                     rows.append(stamp | row | {"overrides": overrides})
-                    file.write(json.dumps(rows[-1]) + "\n")
-                    file.flush()
+                    files.append_line(results, rows[-1])
             bar.advance(task)
     return rows
 

@@ -2,11 +2,11 @@
 
 Every point runs alone: forward, backward, then both as one program. Results are appended to
 `<run.root>/bench/<experiment>/results.jsonl` as they come, a table is printed and sent to wandb at the end.
-Overrides apply to all points: `--config.data.seq_len=1024`.
+Overrides of fields that the sweep sets narrow it, `--config.data.seq_len=8192`; others apply to all points and name the
+folder, `--config.bench.repeats=2`. The rule is in `research/experiment.py`.
 """
 
 import datetime
-import json
 import pathlib
 import sys
 
@@ -19,7 +19,7 @@ import rich.table
 from launch import flags
 from research import experiment, sweep
 from research.measure import bench
-from research.runs import tracking
+from research.runs import files, tracking
 from research.runs.folder import environment, record_start
 
 # Column, key, unit factor, format.
@@ -48,22 +48,22 @@ def main() -> int:
     record_start(folder, environment())
 
     stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "platform": platform}
-    rows = []
-    with open(folder / "results.jsonl", "a", encoding="utf-8") as file, rich.progress.Progress(console=console) as bar:
+    rows, results = [], folder / "results.jsonl"
+    files.repair_lines(results)
+    with rich.progress.Progress(console=console) as bar:
         task = bar.add_task("", total=len(points))
         for overrides, point, timeout in points:
             bar.update(task, description=experiment.label(overrides))
             for row in bench.run(point, timeout):
                 rows.append(stamp | row | {"overrides": overrides})
-                file.write(json.dumps(rows[-1]) + "\n")
-                file.flush()
+                files.append_line(results, rows[-1])
             bar.advance(task)
     console.print(_table(rows))
     tracking.send_table(folder, config, "bench", rows)
     module, _ = experiment.load(target)
     for line in getattr(module, "report", lambda rows: [])(rows):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"results: {folder / 'results.jsonl'}", soft_wrap=True)
+    console.print(f"results: {results}", soft_wrap=True)
     return 0 if all(row["status"] == "ok" for row in rows) else 1
 
 

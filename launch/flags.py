@@ -92,17 +92,23 @@ def expand(arguments: Sequence[str]) -> list[str]:
     """Replaces `--point=LABEL` by the overrides that it stands for.
 
     Raises:
-      ConfigError: there is no such point, or an argument overrides what it sets.
+      ConfigError: there is no such point, or an argument or the preset has another value of a field of the sweep's.
     """
     label, rest = _take("point", arguments)
     chosen, _ = _take("config", rest)
     if not (label and chosen):
         return rest
-    point = experiment.point(chosen, label)
-    for argument in rest:
-        if (match := _OVERRIDE.fullmatch(argument)) and match[1] in point:
-            raise ConfigError(f"config.{match[1]}: is set by --point={label} itself")
-    return [*rest, *experiment.as_flags(point)]
+    check(rest)
+    preset, _ = _take("preset", rest)
+    values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *rest])
+    try:
+        values(["", *rest], known_only=True)
+    except flags.Error:
+        return rest  # the launcher's own parser meets it, too, and shows the usage
+    given = config_flags.get_override_values(values["config"])
+    common = (_preset(holder.value, preset) if preset else {}) | given
+    return [*rest, *experiment.as_flags(experiment.point(chosen, label, common))]
 
 
 def check(arguments: Sequence[str]) -> None:

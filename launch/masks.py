@@ -3,6 +3,7 @@
     python launch/masks.py --config=experiments/mask_strategies.py          # every splash point of a sweep
     python launch/masks.py --visibility=hca --schedule=closed_form --seq_len=1048576 --block=1024
 
+Overrides narrow the sweep or apply to all of its points, by the rule in `research/experiment.py`.
 `--json` prints one row a line instead of the table; `--plot=FILE.png` draws the blocks that the first one visits.
 A schedule whose lists do not fit the scalar memory of a TPU core is refused, with its count of blocks.
 """
@@ -35,6 +36,7 @@ _PLOT = absl_flags.DEFINE_string("plot", "", "a PNG file to draw the first sched
 
 def main() -> int:
     """Measures what the command line describes, and returns the exit code."""
+    _check_flags()
     console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 150)
     requests = _sweep_requests(console) if flags.given() else [_single_request()]
     rows = []
@@ -54,6 +56,16 @@ def main() -> int:
     return 0
 
 
+def _check_flags() -> None:
+    """Raises ConfigError where a flag says nothing: those of a single schedule beside a sweep, a preset without one."""
+    single = (_VISIBILITY, _SCHEDULE, _SEQ_LEN, _BLOCK, _STEPS)
+    for flag in single if flags.given() else ():
+        if absl_flags.FLAGS[flag.name].present:
+            raise ConfigError(f"--{flag.name}: has no effect with --config, whose sweep says it")
+    if not flags.given() and absl_flags.FLAGS["preset"].present:
+        raise ConfigError("--preset: has no effect without --config")
+
+
 def _single_request() -> masks.Request:
     config = config_lib.base_config()
     config.attention.top_k = 512
@@ -65,9 +77,9 @@ def _sweep_requests(console: rich.console.Console) -> list[masks.Request]:
     """The distinct schedules among the splash points of an experiment's sweep; tells which cannot be compiled."""
     module, arg = experiment.load(flags.target())
     requests = {}
-    for overrides in module.sweep(arg):
+    for point in experiment.points(flags.target(), flags.overrides()):
         config = module.get_config(arg)
-        experiment.override(config, flags.overrides() | overrides)
+        experiment.override(config, flags.overrides() | point.overrides)
         layers = model_spec.from_config(config, "tpu").attention
         if layers.backend != "splash":
             continue
@@ -76,7 +88,7 @@ def _sweep_requests(console: rich.console.Console) -> list[masks.Request]:
                 sizes = (effective[name] for name in ("schedule", "block_q", "block_kv", "dq_reduction_steps"))
                 requests[_request(layers.visibility(kind), config.data.seq_len, *sizes)] = None
         except ConfigError as error:
-            console.print(f"{experiment.label(overrides)}: {error}", style="red", markup=False)
+            console.print(f"{point.label}: {error}", style="red", markup=False)
     if not requests:
         raise ConfigError(f"--config={flags.target()}: no point of its sweep can use the splash backend")
     return list(requests)

@@ -12,6 +12,7 @@ from absl import flags as absl_flags
 
 from analysis import collect, report
 from launch import flags
+from research.runs import files
 
 _RUNS = absl_flags.DEFINE_string("runs", "runs", "the folder of runs, or that of a sweep or a run")
 
@@ -21,7 +22,7 @@ def main() -> int:
     root = pathlib.Path(_RUNS.value)
     # A run's folder is its owner's alone.
     path = root.with_name(f"{root.name}.html") if collect.is_run(root) else root / "report.html"
-    path.write_text(report.page(root), encoding="utf-8")
+    files.write_text(path, report.page(root))
     print(path)
     return 0
 

@@ -1,6 +1,8 @@
 """Runs an experiment's sweep: `python launch/sweep.py --config=experiments/mask_strategies.py:demo`.
 
-Further overrides apply to all points: `--config.train.steps=5`. Started again, it runs only what has not finished;
+Overrides of fields that the sweep sets narrow it to the points that have this value; others apply to all points and
+name the folder, `--config.train.steps=5`: `research/experiment.py` has the rule. A point that is after others starts
+when they have finished, and is skipped if one has not. Started again, it runs only what has not finished;
 `--fresh` runs everything again. Exits with 1 if a point failed or the results contradict the experiment's own check,
 with 2, before anything is run, if a point is invalid, and with 75 if a point was stopped: SIGTERM or Ctrl-C lets the
 running points save their step, starts no more, and records what is done; the same command goes on from there.
@@ -10,7 +12,6 @@ jobs, with `--job=NAME=VALUE` for each of their settings: `--job=timeout_min=240
 writes a sweep file for agents, and `--create` registers it.
 """
 
-import json
 import pathlib
 import sys
 
@@ -25,6 +26,7 @@ from analysis import plot, table
 from launch import flags
 from research import agents, errors, exits, experiment, slurm, sweep
 from research.config import ConfigError
+from research.runs import files
 from research.training.run import FINISHED
 
 _TO = absl_flags.DEFINE_enum("to", "here", ["here", "slurm", "wandb"], "where the points are run")
@@ -63,9 +65,10 @@ def main() -> int:
     rows = _run(points, jobs, console)
 
     results, picture = folder / "results.jsonl", folder / "plot.png"
-    results.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    known = _with_earlier(rows, results, target) if experiment.swept(target, common) else rows
+    files.write_lines(results, known)
     module, _ = experiment.load(target)
-    plot.draw(rows, module.HEADLINE, f"{folder.name} on {platform}", picture)
+    plot.draw(known, module.HEADLINE, f"{folder.name} on {platform}", picture)
     console.print(table.build(rows))
     failed = [row for row in rows if row["status"] != FINISHED]
     for row in failed:
@@ -79,6 +82,13 @@ def main() -> int:
     return exits.FINISHED if agrees and not failed else exits.FAILED
 
 
+def _with_earlier(rows: list[experiment.Row], results: pathlib.Path, target: str) -> list[experiment.Row]:
+    """A narrowed sweep's rows among those that earlier launches left of its other points, in the sweep's order."""
+    earlier = files.read_lines(results)
+    found = {row["point"]: row for row in (*earlier, *rows)}
+    return [found[point.label] for point in experiment.points(target) if point.label in found]
+
+
 def _check_flags() -> None:
     for name in set().union(*_USES.values()) - _USES[_TO.value]:
         if absl_flags.FLAGS[name].present:
@@ -90,7 +100,7 @@ def _hand_over(description: dict, folder: pathlib.Path, console: rich.console.Co
     """Writes the file of a wandb sweep, and says or does what comes next."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.yaml"
-    path.write_text(yaml.safe_dump(description, sort_keys=False, width=2**16), encoding="utf-8")
+    files.write_text(path, yaml.safe_dump(description, sort_keys=False, width=2**16))
     if _CREATE.value:
         following = agents.create(description)
     else:

@@ -1,7 +1,7 @@
 """Trains one language model: `python launch/train.py --config=experiments/mask_strategies.py:demo`.
 
 Any field of the config can be overridden: `--config.attention.block_q=256 --config.model.layers="('hca',)"`.
-`--point=LABEL` trains one point of the experiment's sweep, as wandb's agents do.
+`--point=LABEL` trains one point of the experiment's sweep, as wandb's agents do; fields of the sweep keep its values.
 A run that was killed goes on from its last checkpoint when it is started again with the same `--config.run.id`; one
 that SIGTERM or SIGINT stopped has saved its last step, and exits with 75. `--dry_run` shows the resolved config, all
 shapes, and what a step takes in FLOPs and memory, and trains nothing.

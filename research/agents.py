@@ -28,13 +28,18 @@ def describe(
       settings: `config.wandb`.
 
     Raises:
-      ConfigError: runs are not to be recorded with wandb.
+      ConfigError: runs are not to be recorded with wandb, or a point must run after another.
     """
+    if later := next((point for point in points if point.after), None):
+        raise ConfigError(
+            f"--to=wandb: {later.folder.name} is after {later.after[0]}, and wandb's agents keep no order; "
+            "must be --to=here or --to=slurm, or narrowed by overrides to points that are after none"
+        )
     if settings.mode == "disabled":
         raise ConfigError("config.wandb.mode=disabled: must be auto, online or offline for a sweep's agents")
     python, program, *_ = points[0].command
     return {
-        "name": sweep.folder_name(target, common),
+        "name": sweep.full_name(target, common),
         "project": settings.project,
         "program": program,
         "method": "grid",

@@ -2,10 +2,12 @@
 
 A job that is preempted, runs out of time or is told to stop otherwise (SIGUSR1, SIGUSR2, SIGTERM, SIGINT) has its run
 save the step, is queued again, and goes on from there; `scancel --signal=KILL` ends one for good. The jobs outlive the
-process that submitted them: started again, it waits for those that are still queued or running.
+process that submitted them: started again, it waits for those that are still queued or running. A point that is after
+others is a job that depends on theirs; where one of them failed, its row says that it was skipped.
 """
 
 import ast
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -35,6 +37,8 @@ class _Task(submitit.helpers.Checkpointable):
     """
 
     def __call__(self, point: sweep.Point) -> Row:
+        if reason := sweep.held_back(point):  # Slurm let it start when that one's job had ended, however that did
+            return sweep.skipped(point, *reason)
         with children.Children(patient=True) as started:
             row = sweep.run_point(point, fresh=False, started=started)
         if row["status"] == errors.INTERRUPTED:
@@ -100,21 +104,26 @@ def run(
     """Submits what has not finished and is not in the queue; yields place and row of each point as it ends.
 
     Raises:
-      ConfigError: `fresh`, while jobs of an earlier submission are queued or running.
+      ConfigError: `fresh`, while jobs of an earlier submission are queued or running; or points must wait for others,
+        and the jobs are not Slurm's, which knows how to.
     """
     jobs = {place: job for place, point in enumerate(points) if (job := _in_queue(made, point))}
     if fresh and jobs:
         held = ", ".join(job.job_id for job in jobs.values())
         raise ConfigError(f"--fresh: jobs {held} still work on these points; cancel them first")
     missing = [place for place, point in enumerate(points) if not point.finished and place not in jobs]
+    names = {points[place].folder.name for place in (*missing, *jobs)}
+    if made.cluster != "slurm" and any(names.intersection(points[place].after) for place in missing):
+        raise ConfigError(f"jobs on {made.cluster!r} start in no order, but points are after others; must be 'slurm'")
     for place in missing:
         _prepare(points[place], fresh)
-    if missing:
-        submitted = made.map_array(_Task(), [points[place] for place in missing])
-        jobs |= dict(zip(missing, submitted, strict=True))
+    for ready, dependency in _in_order(points, missing, jobs):
+        with _depending(made, dependency):
+            submitted = made.map_array(_Task(), [points[place] for place in ready])
+        jobs |= dict(zip(ready, submitted, strict=True))
     for place, point in enumerate(points):
         if place in jobs:
-            (point.folder / JOB).write_text(jobs[place].job_id, encoding="utf-8")
+            files.write_text(point.folder / JOB, jobs[place].job_id)
             note(place, f"job {jobs[place].job_id}")
         else:
             note(place, sweep.FINISHED_BEFORE)
@@ -123,6 +132,37 @@ def run(
     for job in submitit.helpers.as_completed([*jobs.values()], poll_frequency=poll_seconds):
         place = places[job.job_id]
         yield place, _result(job, points[place])
+
+
+def _in_order(
+    points: list[sweep.Point], missing: list[int], jobs: dict[int, submitit.Job]
+) -> Iterator[tuple[list[int], str]]:
+    """Places to be submitted together, and what they depend on, as sbatch writes it; `jobs` is to grow meanwhile."""
+    names = {point.folder.name: place for place, point in enumerate(points)}
+    waiting = list(missing)
+    while waiting:
+        groups: dict[str, list[int]] = {}
+        for place in waiting:
+            before = [names[name] for name in points[place].after if name in names]
+            if not set(before) & set(waiting):
+                ids = [jobs[other].job_id for other in before if other in jobs]
+                groups.setdefault(":".join(["afterany", *ids]) if ids else "", []).append(place)
+        waiting = [place for place in waiting if not any(place in group for group in groups.values())]
+        yield from ((group, dependency) for dependency, group in groups.items())
+
+
+@contextlib.contextmanager
+def _depending(made: submitit.AutoExecutor, dependency: str) -> Iterator[None]:
+    """Jobs submitted meanwhile start after these, and after those that a setting names already."""
+    if not dependency:
+        yield
+        return
+    given = made.parameters.get("dependency")
+    made.update_parameters(slurm_dependency=f"{given},{dependency}" if given else dependency)
+    try:
+        yield
+    finally:
+        made.update_parameters(slurm_dependency=given)
 
 
 def _prepare(point: sweep.Point, fresh: bool) -> None:

@@ -46,6 +46,7 @@ class Point:
       layers: the pattern of attention kinds, by which results are grouped.
       command: what trains it.
       finished: whether the folder holds its results already.
+      after: the labels of points that must have finished before it starts; their folders lie beside its own.
     """
 
     overrides: experiment.Overrides
@@ -53,6 +54,7 @@ class Point:
     layers: tuple[str, ...]
     command: tuple[str, ...]
     finished: bool
+    after: tuple[str, ...] = ()
 
 
 def plan(target: str, common: experiment.Overrides, platform: str, fresh: bool) -> list[Point]:
@@ -60,55 +62,82 @@ def plan(target: str, common: experiment.Overrides, platform: str, fresh: bool) 
 
     Args:
       target: the experiment and its argument, `experiments/x.py:arg`.
-      common: overrides for all points.
+      common: overrides; those of fields that the sweep sets narrow it, see `experiment`.
       platform: where they will run: 'cpu', 'gpu' or 'tpu'.
       fresh: whether to run them all anew.
 
     Raises:
-      ConfigError: a point is invalid, or its folder holds a run with other settings; names every such point.
+      ConfigError: a point is invalid, or its folder holds a run with other settings; names every such point. No point
+        is left, or one is after a point that is left out and has not finished.
     """
     module, arg = experiment.load(target)
     points, problems = [], []
-    for overrides in module.sweep(arg):
+    for point in experiment.points(target, common):
         try:
-            points.append(_point(target, module.get_config(arg), common, overrides, platform, fresh))
+            points.append(_point(target, module.get_config(arg), common, point, platform, fresh))
         except (ConfigError, NotImplementedError) as error:
-            problems.append(f"\n  {experiment.label(overrides)}: {error}")
+            problems.append(f"\n  {point.label}: {error}")
     if problems:
         raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
+    _check_order(points)
     return points
+
+
+def _check_order(points: list[Point]) -> None:
+    """Raises ConfigError where a point waits for one that overrides leave out, and that has not finished before."""
+    there = {point.folder.name for point in points}
+    for point in points:
+        left_out = dataclasses.replace(point, after=tuple(name for name in point.after if name not in there))
+        if not point.finished and (waits := held_back(left_out)):
+            raise ConfigError(
+                f"{point.folder.name}: is after {waits[0]}, which the overrides leave out and which has not finished "
+                f"in {point.folder.parent}; run that first, or both at once"
+            )
+
+
+def held_back(point: Point) -> tuple[str, str] | None:
+    """The first point that this one is after and that has not finished well, and how that stands; None: it may run."""
+    for name in point.after:
+        status = files.read_json(point.folder.parent / name / SUMMARY).get("status", "not run")
+        if status != run_lib.FINISHED:
+            return name, status
+    return None
+
+
+def skipped(point: Point, name: str, status: str) -> experiment.Row:
+    """The row of a point that is not run, for one that it is after did not finish well."""
+    return _row(point, {"status": f"skipped: {name} failed", "message": f"it is after {name}, which ended: {status}"})
 
 
 def configs(
     target: str, common: experiment.Overrides, platform: str, *, checks_memory: bool = True
 ) -> list[tuple[experiment.Overrides, ml_collections.ConfigDict]]:
-    """The points of a sweep as overrides and configs, each checked; arguments as `validate` has them.
+    """The points of a sweep as overrides and configs, each checked; `common` as in `plan`, the rest as in `validate`.
 
     Raises:
-      ConfigError: a point is invalid; names every such point.
+      ConfigError: a point is invalid; names every such point. Or no point is left.
     """
     module, arg = experiment.load(target)
     found, problems = [], []
-    for overrides in module.sweep(arg):
+    for point in experiment.points(target, common):
         config = module.get_config(arg)
         try:
-            experiment.override(config, common | overrides)
+            experiment.override(config, common | point.overrides)
             validate(config, platform, checks_memory=checks_memory)
-            found.append((overrides, config))
+            found.append((point.overrides, config))
         except (ConfigError, NotImplementedError) as error:
-            problems.append(f"\n  {experiment.label(overrides)}: {error}")
+            problems.append(f"\n  {point.label}: {error}")
     if problems:
         raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
     return found
 
 
-def _point(target, config, common, overrides, platform, fresh) -> Point:
-    if twice := sorted(common.keys() & {*overrides, "run.id"}):
-        raise ConfigError(f"config.{twice[0]}: is set by the sweep itself")
+def _point(target, config, common, point, platform, fresh) -> Point:
+    overrides = point.overrides
     experiment.override(config, common | overrides)
     validate(config, platform)
     root = pathlib.Path(config.run.root) / folder_name(target, common)
-    place = {"run.root": str(root), "run.id": experiment.label(overrides)}
+    place = {"run.root": str(root), "run.id": point.label}
     folder = root / place["run.id"]
     flags = experiment.as_flags(common | overrides | place)
     summary = {} if fresh else files.read_json(folder / SUMMARY)
@@ -116,11 +145,21 @@ def _point(target, config, common, overrides, platform, fresh) -> Point:
     if stored and (changed := run_lib.differences(stored, run_lib.as_json(config))):
         raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
     command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
-    return Point(overrides, folder, config.model.layers, command, summary.get("status") == run_lib.FINISHED)
+    finished = summary.get("status") == run_lib.FINISHED
+    return Point(overrides, folder, config.model.layers, command, finished, point.after)
 
 
 def folder_name(target: str, common: experiment.Overrides) -> str:
-    """The folder of a sweep below `run.root`: experiment, argument, and overrides that are common to all points."""
+    """The folder of a sweep below `run.root`: experiment, argument, and overrides of fields that no point sets.
+
+    The others only choose among its points, which lie in one folder however they were chosen.
+    """
+    swept = experiment.swept(target, common)
+    return full_name(target, {name: setting for name, setting in common.items() if name not in swept})
+
+
+def full_name(target: str, common: experiment.Overrides) -> str:
+    """Experiment, argument, and all overrides."""
     path, _, arg = target.partition(":")
     return "-".join(part for part in (pathlib.Path(path).stem, arg, experiment.label(common)) if part)
 
@@ -128,22 +167,33 @@ def folder_name(target: str, common: experiment.Overrides) -> str:
 def run(points: list[Point], fresh: bool, parallel: int, note: Note) -> Iterator[tuple[int, experiment.Row]]:
     """Runs points here, `parallel` at a time; yields place and row of each as it ends.
 
-    A stop signal, see `children`, is passed on to the points that run; the others are not started, and their rows say
-    so.
+    A point starts when those that it is after have ended, and is skipped if one of them did not finish well. A stop
+    signal, see `children`, is passed on to the points that run; the others are not started. The rows say so.
     """
+    waiting = dict(enumerate(points))
+    futures: dict[concurrent.futures.Future, int] = {}
+    unfinished = {point.folder.name for point in points}
 
     def run_one(place: int, point: Point) -> experiment.Row:
         if started.stopped:
             return _row(point, _interrupted(f"{started.stopped} before it was started"))
+        if not point.finished and (reason := held_back(point)):
+            note(place, f"skipped: {reason[0]} failed")
+            return skipped(point, *reason)
         note(place, FINISHED_BEFORE if point.finished else shlex.join(point.command))
         return run_point(point, fresh, started)
 
     # Threads, for they only wait for processes.
     with children.Children() as started, concurrent.futures.ThreadPoolExecutor(parallel) as pool:
-        futures = {pool.submit(run_one, place, point): place for place, point in enumerate(points)}
         try:
-            for future in concurrent.futures.as_completed(futures):
-                yield futures[future], future.result()
+            while waiting or futures:
+                for place in [place for place, point in waiting.items() if unfinished.isdisjoint(point.after)]:
+                    futures[pool.submit(run_one, place, waiting.pop(place))] = place
+                done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    place = futures.pop(future)
+                    unfinished.remove(points[place].folder.name)
+                    yield place, future.result()
         except BaseException as error:  # the running points must end, and the others not follow
             started.stop(type(error).__name__)
             raise

@@ -30,7 +30,7 @@ def test_there_are_experiments():
 def test_config_and_every_sweep_point_validate(name, arg):
     module = MODULES[name]
     config_lib.validate(module.get_config(arg), platform(arg))
-    points = module.sweep(arg)
+    points = [point.overrides for point in experiment.points(f"{ROOT}/experiments/{name}.py:{arg}")]
     assert len({experiment.label(point) for point in points}) == len(points) > 1
     # What is compiled ahead of time may ask the compiler what does not fit.
     asks_compiler = hasattr(module, "report_aot")
@@ -44,8 +44,9 @@ def test_config_and_every_sweep_point_validate(name, arg):
 @pytest.mark.parametrize(("name", "arg"), CASES)
 def test_points_arrive_through_the_command_line_unchanged(name, arg):
     module = MODULES[name]
-    for point in module.sweep(arg):
-        argv = ["train.py", f"--config={ROOT}/experiments/{name}.py:{arg}", *experiment.as_flags(point)]
+    target = f"{ROOT}/experiments/{name}.py:{arg}"
+    for point in (point.overrides for point in experiment.points(target)):
+        argv = ["train.py", f"--config={target}", *experiment.as_flags(point)]
         values = flags.FlagValues()
         holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
         values(argv)
@@ -56,7 +57,7 @@ def test_points_arrive_through_the_command_line_unchanged(name, arg):
 
 @pytest.mark.parametrize(("name", "arg"), CASES)
 def test_sweep_varies_strategy_block_size_and_dq_reduction(name, arg):
-    points = MODULES[name].sweep(arg)
+    points = [point.overrides for point in experiment.points(f"{ROOT}/experiments/{name}.py:{arg}")]
 
     def values(field):
         return {point[field] for point in points if field in point}

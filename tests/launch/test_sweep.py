@@ -78,10 +78,13 @@ def test_common_overrides_reach_every_point_and_name_the_folder(fake):
     assert all("/tiny-steps=5/" in row["folder"] for row in rows)
 
 
-def test_override_of_what_the_sweep_sets_is_refused(fake):
-    for name, setting in (("optimizer.learning_rate", 1.0), ("run.id", "x")):
-        with pytest.raises(ConfigError, match=rf"config\.{name}: is set by the sweep itself"):
-            sweep.plan(TARGET, fake | {name: setting}, "cpu", fresh=False)
+def test_override_of_what_the_sweep_sets_narrows_it_or_is_refused(fake):
+    (narrowed,) = sweep.plan(TARGET, fake | {"optimizer.learning_rate": 1e30}, "cpu", fresh=False)
+    assert narrowed == sweep.plan(TARGET, fake, "cpu", fresh=False)[1]
+    with pytest.raises(ConfigError, match=r"config\.optimizer\.learning_rate=1\.0: must be 0\.001 or 1e\+30, one of"):
+        sweep.plan(TARGET, fake | {"optimizer.learning_rate": 1.0}, "cpu", fresh=False)
+    with pytest.raises(ConfigError, match=r"config\.run\.id: is set by the sweep itself"):
+        sweep.plan(TARGET, fake | {"run.id": "x"}, "cpu", fresh=False)
 
 
 def test_invalid_points_are_all_named_before_any_is_run(fake, tmp_path):
