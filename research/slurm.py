@@ -19,6 +19,7 @@ import submitit
 from research import children, errors, exits, sweep
 from research.config import ConfigError
 from research.experiment import Row
+from research.runs import files
 from research.runs.folder import SUMMARY, in_use
 
 JOB = "job_id"  # file in a point's folder
