@@ -15,9 +15,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-# What terminals, schedulers and people send to say that it is time to stop.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-AGAIN_SECONDS = 2.0  # a signal so soon after the first is the same request: `timeout` and Slurm send it by two ways
+from research import exits
 
 # Started in the place of a command, which it becomes: asks Linux for a SIGTERM when the parent dies, unless it has died
 # by now. Asking between fork and exec instead would run Python in the copy of a process that has threads.
@@ -33,8 +31,8 @@ os.execvp(sys.argv[2], sys.argv[2:])
 class Children:
     """Within it, the first stop signal is passed on to all processes as SIGTERM, and a second one kills them.
 
-    That is the same signal, `AGAIN_SECONDS` or more after the first, which then also does here what it does otherwise;
-    another signal is taken for the same request. Signals that are ignored stay so. In another thread than the main one,
+    That is the same signal, `exits.AGAIN_SECONDS` or more after the first, which then also does here what it does
+    otherwise; another signal is taken for the same request. Signals that are ignored stay so. In another thread than the main one,
     where Python allows no handlers, signals do what they do otherwise. When an exception leaves it, the processes are
     told to stop, and waited for.
     """
@@ -49,8 +47,7 @@ class Children:
 
     def __enter__(self):
         main = threading.current_thread() is threading.main_thread()
-        heeded = [number for number in SIGNALS if main and signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in heeded}
+        self._before = {number: signal.signal(number, self._note) for number in (exits.heeded() if main else ())}
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -110,7 +107,7 @@ class Children:
             kills = "" if self._patient else f"; a second {name} kills it"
             os.write(2, f"{name}: what runs saves its step and ends{kills}\n".encode())
             self.stop(name)
-        if now - self._first.setdefault(number, now) > AGAIN_SECONDS and not self._patient:
+        if now - self._first.setdefault(number, now) > exits.AGAIN_SECONDS and not self._patient:
             for process in list(self._running):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started

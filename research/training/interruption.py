@@ -9,22 +9,21 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# Slurm's --signal is often USR1, submitit's USR2.
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-REPEATS_WITHIN = 2.0  # seconds in which one request may arrive by several ways: to the process, its group, its parent
+from research import exits
 
 
 class Interruption:
     """Within it, the first signal is noted, and later ones of the same request too.
 
-    One that comes more than `REPEATS_WITHIN` later is a new request, and does what it does otherwise. In another thread
-    than the main one, where Python allows no handlers, signals do what they do otherwise.
+    One that comes more than `exits.AGAIN_SECONDS` later is a new request, and does what it does otherwise. Signals that
+    are ignored stay so. In another thread than the main one, where Python allows no handlers, signals do what they do
+    otherwise.
     """
 
     def __enter__(self):
         self._received, self._at = 0, 0.0
         main = threading.current_thread() is threading.main_thread()
-        self._before = {number: signal.signal(number, self._note) for number in (STOPS if main else ())}
+        self._before = {number: signal.signal(number, self._note) for number in (exits.heeded() if main else ())}
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -43,6 +42,6 @@ class Interruption:
         now = time.monotonic()
         if not self._received:
             self._received, self._at = number, now
-        elif now - self._at > REPEATS_WITHIN:
+        elif now - self._at > exits.AGAIN_SECONDS:
             signal.signal(number, self._before[number])
             signal.raise_signal(number)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from research import children, errors, slurm, sweep
+from research import children, errors, exits, slurm, sweep
 from research.runs.folder import owned, read_rows
 from tests.launch.conftest import ROOT, descendants, fakes, is_alive, parent, results, told, wait_for
 
@@ -71,7 +71,7 @@ def test_signal_that_comes_twice_at_once_is_one_signal(waiting, launched):
     assert is_alive(process.pid)
     assert is_alive(point)
     process.send_signal(signal.SIGHUP)  # another is taken for the same request
-    time.sleep(children.AGAIN_SECONDS)
+    time.sleep(exits.AGAIN_SECONDS)
     assert is_alive(point)
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == -signal.SIGTERM
@@ -85,7 +85,7 @@ def test_second_interrupt_kills_what_does_not_end(waiting, launched):
     points = fakes(waiting["run.root"], 2)
     process.send_signal(signal.SIGINT)
     wait_for(lambda: told(waiting["run.root"]) == [["SIGTERM"]] * 2)
-    time.sleep(children.AGAIN_SECONDS)
+    time.sleep(exits.AGAIN_SECONDS)
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] not in (0, 75)
     wait_for(lambda: not any(map(is_alive, points)))
@@ -216,7 +216,7 @@ def test_run_that_was_stopped_itself_is_queued_again(waiting):
 
 def test_what_is_patient_is_not_hurried_by_further_signals(tmp_path, monkeypatch):
     """At the end of a job's time Slurm sends SIGUSR2, then SIGTERM, and at last kills; the run may need all of it."""
-    monkeypatch.setattr(children, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(exits, "AGAIN_SECONDS", 0.0)
     monkeypatch.setenv("READY", str(tmp_path / "ready"))
     slow = (
         "import os, pathlib, signal, sys, time\n"

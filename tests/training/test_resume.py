@@ -17,7 +17,7 @@ import pytest
 import rich.console
 from jax.experimental.compilation_cache import compilation_cache
 
-from research import errors
+from research import errors, exits
 from research.errors import ConfigError, DamagedError
 from research.runs import checkpoints, files, mirror, tracking
 from research.runs.folder import read_rows, read_starts
@@ -152,9 +152,18 @@ def test_signal_stops_after_the_step_and_saves_it(unbroken, tmp_path, monkeypatc
     assert last_record(folder) == last_record(unbroken)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_is_ignored_stays_so():
+    """As SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interruption.received() == ""
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", exits.STOP_SIGNALS)
 def test_one_request_may_come_by_several_ways_and_a_second_one_is_not_held_back(monkeypatch, number):
-    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    stops = exits.STOP_SIGNALS
     before = [signal.getsignal(stop) for stop in stops]
     seen = []
     signal.signal(number, lambda *_: seen.append("again"))
@@ -164,7 +173,7 @@ def test_one_request_may_come_by_several_ways_and_a_second_one_is_not_held_back(
             os.kill(os.getpid(), repeated)
         assert interruption.received() == signal.Signals(number).name
         assert seen == []
-        monkeypatch.setattr("research.training.interruption.REPEATS_WITHIN", 0.0)
+        monkeypatch.setattr("research.exits.AGAIN_SECONDS", 0.0)
         os.kill(os.getpid(), number)
         time.sleep(0.01)
         assert seen == ["again"]
