@@ -32,9 +32,9 @@ class Children:
     """Within it, the first stop signal is passed on to all processes as SIGTERM, and a second one kills them.
 
     That is the same signal, `exits.AGAIN_SECONDS` or more after the first, which then also does here what it does
-    otherwise; another signal is taken for the same request. Signals that are ignored stay so. In another thread than the main one,
-    where Python allows no handlers, signals do what they do otherwise. When an exception leaves it, the processes are
-    told to stop, and waited for.
+    otherwise; another signal is taken for the same request. Signals that are ignored stay so. In another thread than
+    the main one, where Python allows no handlers, signals do what they do otherwise. When an exception leaves it, the
+    processes are told to stop, and waited for.
     """
 
     def __init__(self, patient: bool = False):
