@@ -61,8 +61,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     record_start(folder, environment() | {"compilers": aot.versions()})
     results = folder / "results.jsonl"
-    if _FRESH.value:
-        results.unlink(missing_ok=True)
+    if _FRESH.value:  # those of other points stay: a search and a sweep share the folder
+        anew = {point.key() for _, point, _ in planned}
+        files.write_lines(results, [row for row in files.read_lines(results) if row["key"] not in anew])
     rows = _compile(console, planned, results)
 
     console.print(_table(rows))

@@ -81,7 +81,8 @@ def _preset(config: ml_collections.ConfigDict, name: str) -> experiment.Override
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
         raise ConfigError(f"--preset={name}: no {path}; there are {known}")
-    return files.read_json(path)
+    settings = files.read_json(path)
+    return {name: tuple(setting) if isinstance(setting, list) else setting for name, setting in settings.items()}
 
 
 def _preset_path(config: ml_collections.ConfigDict, name: str) -> pathlib.Path:

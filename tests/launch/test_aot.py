@@ -74,9 +74,10 @@ def test_without_libtpu_it_says_what_to_install(tmp_path):
 def test_a_preset_is_saved_and_read_by_name(tmp_path):
     config = base_config()
     config.run.root = str(tmp_path)
-    path = flags.save_preset(config, "best", {"attention.block_q": 256})
-    assert json.loads(path.read_text()) == {"attention.block_q": 256}
-    assert flags._preset(config, "best") == {"attention.block_q": 256}
+    preset = {"attention.block_q": 256, "model.layers": ("hca", "csa")}
+    path = flags.save_preset(config, "best", preset)
+    assert json.loads(path.read_text()) == {"attention.block_q": 256, "model.layers": ["hca", "csa"]}
+    assert flags._preset(config, "best") == preset
     with pytest.raises(ConfigError, match=r"--preset=other: no .*other\.json; there are best"):
         flags._preset(config, "other")
 
