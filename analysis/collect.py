@@ -9,9 +9,9 @@ import re
 import sys
 
 from research.errors import DamagedError
-from research.experiment import Row
 from research.runs import files
 from research.runs.folder import CONFIG, METRICS, SUMMARY, last_start, read_rows
+from research.sweeps.experiment import Row
 
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
 _FILES = (CONFIG, METRICS, SUMMARY, "log.txt")

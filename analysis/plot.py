@@ -9,8 +9,8 @@ import matplotlib.figure
 import matplotlib.pyplot as plt
 
 from analysis import style, table
-from research.experiment import Row
 from research.runs.folder import read_rows
+from research.sweeps.experiment import Row
 
 # Of the summary: title and unit factor of its bars.
 TITLES = {

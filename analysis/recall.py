@@ -9,8 +9,8 @@ import matplotlib.pyplot as plt
 from analysis import style
 from experiments.recall import trained
 from research.data.recall import CHANCE
-from research.experiment import Row
 from research.runs import files
+from research.sweeps.experiment import Row
 from research.training import accuracy
 
 

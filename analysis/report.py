@@ -12,9 +12,9 @@ import jinja2
 
 from analysis import aot, bench, collect, frame, plot, style, table
 from research.errors import ConfigError, DamagedError
-from research.experiment import Row
 from research.runs import files
 from research.runs.folder import FINISHED, last_start, read_starts
+from research.sweeps.experiment import Row
 
 RESULTS = "results.jsonl"
 _TEMPLATE = "report.html.j2"

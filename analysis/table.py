@@ -5,7 +5,7 @@ from typing import Any
 import rich.box
 import rich.table
 
-from research.experiment import Row
+from research.sweeps.experiment import Row
 
 _MIB = 2**20
 # Of the summary: column, unit factor, format.

@@ -1,1 +1,1 @@
-"""One question a file; `research.experiment` says what such a file defines."""
+"""One question a file; `research.sweeps.experiment` says what such a file defines."""

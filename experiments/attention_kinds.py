@@ -17,8 +17,8 @@ The points after the first four run for a few steps only: they show what the mas
 import ml_collections
 
 from experiments import mask_strategies
-from research import experiment
 from research.config import base_config
+from research.sweeps import experiment
 
 ARGS = ("", "runlocal")
 HEADLINE = ("val_bits_per_byte", "step_seconds", "temp_bytes")

@@ -13,9 +13,9 @@ import itertools
 import ml_collections
 
 from experiments import mask_strategies
-from research import experiment
-from research.attention import schedules
+from research.attention.backends.splash import schedules
 from research.config import base_config
+from research.sweeps import experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("seconds", "temp_bytes", "compile_seconds")

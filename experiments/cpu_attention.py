@@ -11,10 +11,10 @@ import math
 import ml_collections
 
 from experiments import mask_strategies
-from research import experiment
-from research.attention import schedules
 from research.attention.backends import blockwise
+from research.attention.backends.splash import schedules
 from research.config import base_config
+from research.sweeps import experiment
 
 ARGS = ("", "quick")
 HEADLINE = ("seconds", "temp_bytes")

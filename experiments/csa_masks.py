@@ -11,8 +11,8 @@ dq_reduction_steps and the number of selected entries. The last lines set `dynam
 import ml_collections
 
 from experiments import seed_claims
-from research import experiment
 from research.attention.backends import blockwise
+from research.sweeps import experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("seconds", "temp_bytes", "compile_seconds")

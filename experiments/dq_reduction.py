@@ -10,9 +10,9 @@ block sizes and every schedule that leaves the choice. A runtime mask leaves non
 
 import ml_collections
 
-from research import experiment
-from research.attention import schedules
+from research.attention.backends.splash import schedules
 from research.config import base_config
+from research.sweeps import experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("seconds", "temp_bytes")

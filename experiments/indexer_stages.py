@@ -22,10 +22,10 @@ import pathlib
 import ml_collections
 
 from analysis import stages
-from research import experiment
 from research.attention.spec import STAGES
 from research.config import base_config
 from research.runs.folder import read_rows
+from research.sweeps import experiment
 from research.training.run import FINISHED
 
 ARGS = ("", "quick")

@@ -17,11 +17,11 @@ import pathlib
 
 import ml_collections
 
-from research import experiment
-from research.attention import schedules
+from research.attention.backends.splash import schedules
 from research.config import base_config
 from research.runs import files
 from research.runs.folder import CONFIG, read_rows
+from research.sweeps import experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("step_seconds", "compile_seconds", "temp_bytes")

@@ -23,11 +23,11 @@ import pathlib
 import ml_collections
 
 from experiments import mask_strategies
-from research import experiment
 from research.config import base_config
 from research.data.recall import CHANCE
 from research.runs import files
 from research.runs.folder import CONFIG
+from research.sweeps import experiment
 from research.training import accuracy
 
 ARGS = ("", "runlocal")

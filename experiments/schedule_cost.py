@@ -10,8 +10,8 @@ ratios. `:quick` stops at 4,096 tokens.
 
 import ml_collections
 
-from research import experiment
 from research.config import base_config
+from research.sweeps import experiment
 
 ARGS = ("", "quick")
 HEADLINE = ("compile_seconds", "temp_bytes")

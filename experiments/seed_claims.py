@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import ml_collections
 
-from research import experiment
 from research.config import base_config
+from research.sweeps import experiment
 
 ARGS = ("", "quick")
 HEADLINE = ("compile_seconds", "temp_bytes")

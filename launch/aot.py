@@ -24,11 +24,11 @@ from absl import flags as absl_flags
 from analysis import aot as pictures
 from analysis import frame
 from launch import flags
-from research import experiment, sweep
 from research.config import ConfigError
 from research.measure import aot, search
 from research.runs import files, tracking
 from research.runs.folder import environment, record_start
+from research.sweeps import experiment, sweep
 
 _FRESH = absl_flags.DEFINE_bool("fresh", False, "compile also what stands in the results")
 _SEARCH = absl_flags.DEFINE_string("search", "", "name of a preset: search settings for the config, and save the best")

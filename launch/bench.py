@@ -17,10 +17,10 @@ import rich.progress
 import rich.table
 
 from launch import flags
-from research import experiment, sweep
 from research.measure import bench
 from research.runs import files, tracking
 from research.runs.folder import environment, record_start
+from research.sweeps import experiment, sweep
 
 # Column, key, unit factor, format.
 _NUMBERS = (

@@ -11,9 +11,10 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from research import errors, exits, experiment
+from research import errors, exits
 from research.config import ConfigError, check_precision
 from research.runs import files
+from research.sweeps import experiment
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
 

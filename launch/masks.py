@@ -19,11 +19,11 @@ from absl import flags as absl_flags
 from analysis import blocks
 from launch import flags
 from research import config as config_lib
-from research import experiment
 from research.attention import backends, spec
 from research.config import ConfigError
 from research.measure import masks
 from research.model import spec as model_spec
+from research.sweeps import experiment
 
 _VISIBILITY = absl_flags.DEFINE_enum("visibility", "hca", spec.KINDS, "kind of attention; without --config")
 _SCHEDULE = absl_flags.DEFINE_string("schedule", "auto", "name of a schedule; without --config")

@@ -24,9 +24,10 @@ from absl import flags as absl_flags
 
 from analysis import plot, table
 from launch import flags
-from research import agents, errors, exits, experiment, slurm, sweep
+from research import errors, exits
 from research.config import ConfigError
 from research.runs import files
+from research.sweeps import agents, experiment, slurm, sweep
 from research.training.run import FINISHED
 
 _TO = absl_flags.DEFINE_enum("to", "here", ["here", "slurm", "wandb"], "where the points are run")

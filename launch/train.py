@@ -21,9 +21,9 @@ import rich.console
 from absl import flags as absl_flags
 
 from launch import flags
-from research import experiment
 from research.parallel import batch as parallel
 from research.runs.folder import SUMMARY
+from research.sweeps import experiment
 from research.training import dry_run, run
 
 _DRY_RUN = absl_flags.DEFINE_bool("dry_run", False, "show what would be trained, and stop")

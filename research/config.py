@@ -12,10 +12,10 @@ import jax
 import ml_collections
 
 from research import data as data_lib
+from research import hardware as chips
 from research.attention import backends
 from research.attention.spec import ANGLES, KINDS, STAGES
 from research.errors import ConfigError
-from research.measure import chips
 from research.model import spec as model_spec
 from research.model.language_model import REMAT
 

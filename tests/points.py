@@ -1,6 +1,6 @@
 """Sweeps over `tests/tiny.py`'s config: `:grid` sets fields as products do, `:chain` has points after points."""
 
-from research import experiment
+from research.sweeps import experiment
 from tests import tiny
 
 ARGS = ("grid", "chain")

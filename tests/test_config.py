@@ -10,12 +10,14 @@ import pytest
 import rich.console
 
 from research import config as config_lib
-from research import data, experiment
-from research.attention import backends, schedules
+from research import data
+from research.attention import backends
+from research.attention.backends.splash import schedules
 from research.attention.spec import AttentionSpec, RopeSpec
 from research.config import ConfigError, base_config, validate
 from research.data import PackingSpec
 from research.model import spec as model_spec
+from research.sweeps import experiment
 from research.training import report, run
 from tests import tiny
 

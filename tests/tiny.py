@@ -1,7 +1,7 @@
 """An experiment that trains in seconds: in this process through `get_config`, in others as `--config=tests/tiny.py`."""
 
-from research import experiment
 from research.config import base_config
+from research.sweeps import experiment
 
 ARGS = ("",)
 HEADLINE = ("step_seconds", "temp_bytes")

@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT))
 from IPython.display import Image, display  # noqa: E402
 
 from analysis import aot, frame  # noqa: E402
-from research import experiment  # noqa: E402
 from research.runs import files  # noqa: E402
+from research.sweeps import experiment  # noqa: E402
 
 rows = files.read_lines(ROOT / "analysis/results/seed_claims.jsonl")
 print(rows[0]["topology"], rows[0]["versions"], rows[0]["date"])

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from research.attention import backends, index_scores
+from research.attention import backends
 from research.attention import visibility as visibility_lib
+from research.attention.indexer import scores as index_scores
 
 KINDS = ("sliding", "hca", "csa")
 # How CSA is trained, one after the other (DeepSeek-V3.2, section 2.1.1): attention to all entries; the same with the

@@ -24,13 +24,16 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from research import config as config_lib
-from research import errors, experiment, sweep
-from research.attention import backends, schedules
-from research.attention.backends import splash
-from research.attention.layer import Attention
-from research.measure import apart, chips, op, roofline
+from research import errors
+from research import hardware as chips
+from research.attention import backends
+from research.attention.backends.splash import attend as splash
+from research.attention.backends.splash import schedules
+from research.attention.layer.attention import Attention
+from research.measure import apart, op, roofline
 from research.model import language_model
 from research.model import spec as model_spec
+from research.sweeps import experiment, sweep
 from research.training import optimizer as optimizer_lib
 from research.training import step as step_lib
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import ml_collections
 
-from research import experiment, sweep
 from research.measure import apart, op
 from research.model import spec as model_spec
+from research.sweeps import experiment, sweep
 
 
 def plan(

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research.attention import layout as layout_lib
-from research.attention import schedules
-from research.attention import tokamax_splash as splash
-from research.attention.schedules import closed_form, scalar_memory
+from research.attention.backends.splash import kernel as splash
+from research.attention.backends.splash import layout as layout_lib
+from research.attention.backends.splash import schedules
+from research.attention.backends.splash.schedules import closed_form, scalar_memory
 from research.attention.visibility import Visibility, visible_pairs
 
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from research import errors
-from research.attention import backends, selection
+from research.attention import backends
+from research.attention.indexer import selection
 from research.attention.product import product
 from research.attention.visibility import Visibility
 from research.measure.masks import visible_pairs

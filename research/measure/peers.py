@@ -53,7 +53,7 @@ def _ours(kind: str, seq_len: int) -> Callable[[], Any]:
     import jax
     import jax.numpy as jnp
 
-    from research.attention.layer import Attention
+    from research.attention.layer.attention import Attention
     from research.config import base_config
     from research.model import spec as model_spec
 

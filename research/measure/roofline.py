@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.attention import backends
-from research.attention.backends import splash
-from research.attention.schedules import closed_form
-from research.measure.chips import Chip
+from research.attention.backends.splash import attend as splash
+from research.attention.backends.splash.schedules import closed_form
+from research.hardware import Chip
 from research.measure.op import PRODUCTS, Point, useful_flops
 
 _FLOAT32 = 4

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from research import errors
-from research.attention import selection
-from research.attention.index_scores import Index, Scoring, index_scores
-from research.attention.indexer import select
+from research.attention.indexer.module import select, selection
+from research.attention.indexer.scores import Index, Scoring, index_scores
 from research.attention.visibility import CompressedSparse
 from research.measure import apart
 

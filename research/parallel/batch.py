@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from research.attention.indexer_loss import Mean
+from research.attention.indexer.loss import Mean
 from research.config import ConfigError
 
 AXIS = "batch"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from research.attention.indexer_loss import Mean
+from research.attention.indexer.loss import Mean
 from research.data.packing import NO_TARGET
 from research.data.recall import ranges
 

@@ -3,8 +3,8 @@
 import haiku as hk
 import jax
 
+from research import hardware as chips
 from research.attention.visibility import HeavilyCompressed, SlidingWindow, visible_pairs
-from research.measure import chips
 from research.model.spec import ModelSpec
 from research.training.optimizer import group
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from research.attention.indexer_loss import Mean
+from research.attention.indexer.loss import Mean
 from research.data.packing import NO_TARGET
 
 

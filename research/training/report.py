@@ -13,8 +13,8 @@ import rich.console
 import rich.progress
 import rich.table
 
-from research import experiment
 from research.config import base_config
+from research.sweeps import experiment
 from research.training.step import State
 
 

@@ -11,10 +11,10 @@ import rich.console
 from research import errors
 from research.config import base_config
 from research.errors import ConfigError
-from research.experiment import Overrides
 from research.parallel.agreement import together
 from research.runs import files
 from research.runs.folder import CONFIG, FINISHED, SUMMARY, is_writer, owned
+from research.sweeps.experiment import Overrides
 from research.training import loop
 
 # What a run may go on with although it differs from what it was started with.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from research.attention import backends
-from research.attention.indexer_loss import Mean
+from research.attention.indexer.loss import Mean
 from research.attention.spec import AttentionSpec
 from research.model import language_model
 from research.model.spec import ModelSpec
@@ -58,7 +58,7 @@ def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, M
     Returns:
       loss: the language model's, over the tokens that have a target; see `loss.cross_entropy`.
       indexer_...: what the model says of its indexers, over the layers and tokens that they have a part in; see
-        `research.attention.indexer_loss`.
+        `research.attention.indexer.loss`.
     """
     logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
     return _losses(logits, of_indexers, batch)

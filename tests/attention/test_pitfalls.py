@@ -9,7 +9,7 @@ import pytest
 from research.attention import backends
 from research.attention.backends.dot_product import dense_mask
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
-from tests.attention import strategies as lib
+from tests.attention.backends import strategies as lib
 
 HCA = HeavilyCompressed(window=128, ratio=128)
 # The default of each backend; tests/attention/test_contract.py has the schedules.

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from research.attention import backends, index_kernel
-from research.attention.layer import Attention
+from research.attention import backends
+from research.attention.indexer import kernel as index_kernel
+from research.attention.layer.attention import Attention
 from research.attention.product import precision_name, product
 from research.attention.spec import KINDS
 from research.config import base_config
 from research.model import language_model
 from research.model import spec as model_spec
-from tests.attention import strategies as lib
+from tests.attention.backends import strategies as lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from research import config as config_lib
-from research import data, experiment
+from research import data
 from research.config import ConfigError
 from research.data.packing import NO_TARGET
 from research.data.recall import Recall, ranges
+from research.sweeps import experiment
 
 
 def make(task="recall", seq_len=64, pairs=6, seed=0):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from experiments import indexer_stages
-from research import experiment
+from research.sweeps import experiment
 
 
 def chain(folder, recalls, status="ok"):

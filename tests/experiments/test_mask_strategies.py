@@ -3,7 +3,7 @@ import json
 import pytest
 
 from experiments import mask_strategies
-from research import experiment
+from research.sweeps import experiment
 
 
 def row(folder, kind, losses, status="ok", dtype="float32"):

@@ -4,7 +4,7 @@ import pytest
 
 from analysis import recall as picture
 from experiments import recall
-from research import experiment
+from research.sweeps import experiment
 
 
 def row(folder, layers, near, far, window=8, **overrides):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from research import sweep
+from research.sweeps import sweep
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from research import agents, exits, slurm, sweep
+from research import exits
 from research.config import ConfigError
+from research.sweeps import agents, slurm, sweep
 from tests import tiny
 from tests.launch import conftest
 from tests.launch.test_slurm import states  # noqa: F401, a fixture

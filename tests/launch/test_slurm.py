@@ -9,8 +9,8 @@ import threading
 import pytest
 import submitit
 
-from research import slurm, sweep
 from research.config import ConfigError
+from research.sweeps import slurm, sweep
 from tests.launch.conftest import fakes, is_alive, parent, told, wait_for
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from research import children, errors, exits, slurm, sweep
+from research import errors, exits
 from research.runs.folder import owned, read_rows
+from research.sweeps import children, slurm, sweep
 from tests.launch.conftest import ROOT, descendants, fakes, is_alive, parent, results, told, wait_for
 
 TARGET = f"{ROOT}/tests/tiny.py"

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from research import sweep
 from research.config import ConfigError
 from research.runs import files
+from research.sweeps import sweep
 
 ROOT = pathlib.Path(__file__).parents[2]
 TARGET = f"{ROOT}/tests/tiny.py"

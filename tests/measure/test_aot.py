@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from research import experiment
+from research import hardware as chips
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from research.config import ConfigError, base_config
-from research.measure import aot, chips, op, roofline, search
+from research.measure import aot, op, roofline, search
+from research.sweeps import experiment
 from tests.oracles import visible
 
 needs_libtpu = pytest.mark.skipif(

@@ -3,11 +3,12 @@ import pathlib
 
 import pytest
 
-from research import errors, experiment
+from research import errors
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from research.config import ConfigError
 from research.measure import bench, op
+from research.sweeps import experiment
 
 POINT = op.Point("blockwise", backends.DEFAULT, HeavilyCompressed(8, 16), 1, 64, 2, 16, "float32", repeats=2)
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from research.attention import backends, schedules
+from research.attention import backends
+from research.attention.backends.splash import schedules
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from research.measure import masks
 from tests.oracles import visible

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from research.attention.index_scores import Index
+from research.attention.indexer.scores import Index
 from research.attention.visibility import CompressedSparse
 from research.measure import selecting
 

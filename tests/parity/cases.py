@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research.attention.layer import Attention
+from research.attention.layer.attention import Attention
 from research.attention.spec import KINDS, AttentionSpec, RopeSpec
 from tests import oracles
 

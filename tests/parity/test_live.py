@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research.attention.indexer import Indexer, select
-from research.attention.rope import frequencies
+from research.attention.indexer.module import Indexer, select
+from research.attention.layer.rope import frequencies
 from research.attention.spec import KINDS
 from tests.parity import cases
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import rich.console
 
-from research.attention import index_scores
+from research import hardware as chips
+from research.attention.indexer import scores as index_scores
 from research.config import ConfigError, base_config
-from research.measure import chips
 from research.model import spec as model_spec
 from research.training import dry_run, flops, loop, optimizer, profile, run
 from research.training import step as step_lib

@@ -27,7 +27,7 @@ from research.attention import visibility as visibility_lib
 _MODULES = {
     "dot_product": "research.attention.backends.dot_product",
     "blockwise": "research.attention.backends.blockwise",
-    "splash": "research.attention.backends.splash",
+    "splash": "research.attention.backends.splash.attend",
 }
 NAMES = tuple(_MODULES)
 # Names (`jax.ad_checkpoint.checkpoint_name`) of what a backend keeps for its backward pass, so that a layer that is

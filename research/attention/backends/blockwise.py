@@ -13,10 +13,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from research.attention import backends, selection
+from research.attention import backends
 from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
-from research.attention.layout import round_up
+from research.attention.backends.splash.layout import round_up
+from research.attention.indexer import selection
 from research.attention.product import precision_name, product
 
 # The fastest of 16 to 128 and 64 to 512 on a CPU (LOG.md); not tuned for a GPU.

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from research.attention import backends, selection
+from research.attention import backends
 from research.attention import visibility as visibility_lib
+from research.attention.indexer import selection
 from research.attention.product import precision_name, product
 
 # Finite, and within float32: infinities would hide behind 0 * inf in a gradient.

@@ -1,0 +1,1 @@
+"""tokamax's splash kernels: the TPU backend, and what serves it alone."""

@@ -1,0 +1,270 @@
+"""tokamax's splash kernels: the TPU backend, interpreted elsewhere."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from research.attention import backends
+from research.attention.backends.splash import kernel as splash
+from research.attention.backends.splash import layout, schedules
+from research.attention.backends.splash.schedules import closed_form, scalar_memory
+from research.attention.indexer import selection
+from research.attention.product import precision_name
+
+_DEFAULT_BLOCK = 512
+_DEFAULT_VMEM_LIMIT_KIB = 98_304  # the compiler's own 16 MiB are too few for the backward kernel at head width 512
+
+
+def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True, target=None) -> backends.Effective:
+    """See `backends.Backend.resolve`."""
+    del head_width
+    target = target or backends.target()
+    schedule = schedules.resolve_name(options.schedule, visibility.kind)
+    if options.dq_reduction_steps not in (0, 3):
+        raise ValueError(f"dq_reduction_steps={options.dq_reduction_steps}: must be 0 (the schedule's own) or 3")
+    at_once = options.heads_per_call
+    if at_once < 0 or (at_once and heads % at_once):
+        raise ValueError(f"heads_per_call={at_once}: must be 0 (all) or one of {backends.divisors(heads)}")
+    blocks = _blocks(seq_len, options)
+    lay = _layout(visibility, seq_len, blocks)
+    key_steps = lay.kv_len // blocks["block_kv_dkv"]
+    # Some schedules, and in the newer tokamax segments, leave the kernel no way but its ring buffer of three.
+    forced = schedules.TABLE[schedule].ring_only or (packed and splash.SEGMENTS_NEED_RING)
+    ring = options.dq_reduction_steps == 3 or forced
+    few = ring or key_steps <= 4  # beyond four partial sums the kernel keeps them in float32
+    effective = {
+        "schedule": schedule,
+        **blocks,
+        "dq_reduction_steps": 3 if ring else 0,
+        "dq_partial_sums": 3 if ring else key_steps,
+        "dq_dtype": jnp.dtype(dtype).name if few else "float32",
+        "q_len": lay.q_len,
+        "kv_len": lay.kv_len,
+        "use_base2_exp": False,  # it would cost q a second rounding: see `tokamax_splash`
+        "heads_per_call": at_once or heads,
+        "vmem_limit_kib": options.vmem_limit_kib or _DEFAULT_VMEM_LIMIT_KIB,
+        "precision": precision_name(dtype),
+        "interpreted": target.platform != "tpu",
+    }
+    if target.checks_memory and not effective["interpreted"]:
+        _check_scalar_memory(lay, effective)
+    return effective
+
+
+def prepare(visibility, seq_len, segments, options) -> jax.Array | None:
+    """See `backends.Backend.prepare`. Where the runtime mask is the same in all layers, it: bool [B, q_len, kv_len].
+
+    CSA's differs from layer to layer, and without segments there is nothing to build it from at run time.
+    """
+    schedule = schedules.resolve_name(options.schedule, visibility.kind)
+    if segments is None or visibility.kind == "csa" or not schedules.TABLE[schedule].runtime_mask:
+        return None
+    lay = _layout(visibility, seq_len, _blocks(seq_len, options))
+    return jax.vmap(lambda rows, cols: lay.runtime_mask(rows, cols, None))(*lay.segment_ids(segments))
+
+
+def attend(
+    q,
+    local,
+    compressed,
+    *,
+    visibility,
+    sinks=None,
+    segments=None,
+    selected=None,
+    options=backends.DEFAULT,
+    prepared=None,
+    target=None,
+):
+    """See `backends.Backend.attend`."""
+    backends.check_arguments(
+        q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
+    )
+    effective = resolve(visibility, *q.shape[1:], q.dtype, options, packed=segments is not None, target=target)
+    lay = _layout(visibility, q.shape[1], effective)
+    schedule = schedules.TABLE[effective["schedule"]]
+    config = _splash_config(effective)
+
+    sequences = {
+        "q": q,
+        "keys": lay.join_keys(local, compressed),
+        "ids": None if segments is None else lay.segment_ids(segments),
+        "selected": None if selected is None else selection.capped(visibility, segments, selected),
+        "mask": prepared,
+    }
+    settings = (effective[name] for name in ("heads_per_call", "vmem_limit_kib", "precision"))
+    heads = _Heads(lay, *settings, q.shape[3] ** -0.5)
+    one = functools.partial(_attend_one, heads, schedule, config, sinks)
+    # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
+    # segment ids make all sequences share one pruned schedule, and the interpreter cannot vmap at all.
+    out = jax.lax.map(one, sequences)
+    return out if segments is None else jnp.where(segments[:, :, None, None] >= 0, out, 0)
+
+
+def _attend_one(heads, schedule, config, sinks, sequence):
+    """One sequence: q [S, H, D], keys [kv_len, D] -> [S, H, D]."""
+    rows, cols = sequence["ids"] or (None, None)
+    if schedule.runtime_mask:
+        mask = sequence["mask"]
+        if mask is None:
+            mask = heads.layout.runtime_mask(rows, cols, sequence["selected"])
+        kernel = schedule.kernel(heads.layout, config, mask)
+        ids = None  # already part of the mask
+    else:
+        kernel = schedule.kernel(heads.layout, config, sequence["selected"])
+        ids = None if rows is None else splash.SegmentIds(q=rows, kv=cols)
+    return _call(heads, kernel, sequence["q"], sequence["keys"], ids, sinks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+    """Some heads at a time: what the kernel needs beside q, out and d_q then exists for those alone.
+
+    The backward kernel's ring buffer alone is three times d_q; q is padded and transposed for the kernel.
+    """
+
+    layout: layout.Layout
+    at_once: int
+    vmem_limit_kib: int
+    precision: str
+    scale: float
+
+    def each(self, body, state, heads: int):
+        """Folds `state = body(state, first head)` over the groups; here alone are kernels traced."""
+
+        def step(state, first):
+            # tokamax names no precision: left alone, a TPU would round its float32 operands to bfloat16.
+            precision = jax.default_matmul_precision(self.precision)
+            with splash.vmem_limit(self.vmem_limit_kib), splash.logit_scale(self.scale), precision:
+                return body(state, first), None
+
+        return jax.lax.scan(step, state, jnp.arange(0, heads, self.at_once))[0]
+
+    def take(self, x, first):
+        """[S, H, D] to the kernel's [at_once, q_len, D]."""
+        some = jax.lax.dynamic_slice_in_dim(x, first, self.at_once, axis=1)
+        return self.layout.pad_queries(some.swapaxes(0, 1), axis=1)
+
+    def put(self, x, some, first):
+        """The reverse of `take`."""
+        some = some[:, : self.layout.seq_len].swapaxes(0, 1)
+        return jax.lax.dynamic_update_slice_in_dim(x, some.astype(x.dtype), first, axis=1)
+
+    def of(self, sinks, first):
+        """Some heads of [H, ...]."""
+        return None if sinks is None else jax.lax.dynamic_slice_in_dim(sinks, first, self.at_once)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@splash.allows_rank_promotion
+def _call(heads, kernel, q, keys, ids, sinks):
+    def body(out, first):
+        return heads.put(out, kernel(heads.take(q, first), keys, keys, ids, heads.of(sinks, first)), first)
+
+    return heads.each(body, jnp.zeros_like(q), q.shape[1])
+
+
+@splash.allows_rank_promotion
+def _call_forward(heads, kernel, q, keys, ids, sinks):
+    def body(results, first):
+        out, logsumexp = results
+        some = heads.take(q, first), keys, keys, ids, heads.of(sinks, first)
+        of_some, stats = kernel(*some, save_residuals=True)
+        logsumexp = jax.lax.dynamic_update_slice_in_dim(logsumexp, stats["logsumexp"], first, axis=0)
+        return heads.put(out, of_some, first), logsumexp
+
+    nothing = jnp.zeros_like(q), jnp.zeros((q.shape[1], heads.layout.q_len))
+    out, logsumexp = backends.saved(*heads.each(body, nothing, q.shape[1]))
+    return out, (kernel, q, keys, ids, sinks, out, logsumexp)
+
+
+@splash.allows_rank_promotion
+def _call_backward(heads, residuals, d_out):
+    """The kernel's own gradients, but of the sinks: in bfloat16 it gives one of q's dtype, which autodiff refuses."""
+    kernel, q, keys, ids, sinks, out_SxHxD, logsumexp_HxS = residuals
+
+    def body(gradients, first):
+        d_q, d_keys = gradients
+        saved = heads.take(q, first), keys, ids, heads.take(out_SxHxD, first), heads.of(logsumexp_HxS, first)
+        parts = splash.backward(kernel, *saved, heads.take(d_out, first))
+        more, of_keys, of_values = (x.astype(jnp.float32) for x in parts)
+        d_keys += of_keys * heads.scale + of_values  # keys serve as values too
+        return heads.put(d_q, more * heads.scale, first), d_keys
+
+    nothing = jnp.zeros_like(q), jnp.zeros(keys.shape, jnp.float32)
+    d_q, d_keys = heads.each(body, nothing, q.shape[1])
+    d_sinks = None
+    if sinks is not None:
+        # The sink takes exp(sink - logsumexp) of a row's weight away from the keys, whose mean value is `out`.
+        weight_SxH = jnp.exp(sinks - logsumexp_HxS[:, : len(q)].T)
+        product_SxH = jnp.sum(out_SxHxD.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+        d_sinks = -jnp.sum(weight_SxH * product_SxH, axis=0)
+    return None, d_q, d_keys.astype(keys.dtype), None, d_sinks
+
+
+_call.defvjp(_call_forward, _call_backward)
+
+
+def kernel_of(visibility, seq_len: int, effective: backends.Effective) -> tuple[layout.Layout, splash.SplashConfig]:
+    """Where the kernel's rows and columns lie, and tokamax's config of it, by what `resolve` returned."""
+    return _layout(visibility, seq_len, effective), _splash_config(effective)
+
+
+def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
+    """The six block sizes: a size not given is its forward one's, or as large as is useful."""
+    longest = layout.round_up(seq_len, layout.LANES)
+    default = min(_DEFAULT_BLOCK, longest)
+    blocks = {"block_q": options.block_q or default, "block_kv": options.block_kv or default}
+    blocks["block_kv_compute"] = options.block_kv_compute or blocks["block_kv"]
+    blocks["block_q_dkv"] = options.block_q_dkv or blocks["block_q"]
+    blocks["block_kv_dkv"] = options.block_kv_dkv or blocks["block_kv"]
+    blocks["block_kv_dkv_compute"] = options.block_kv_dkv_compute or blocks["block_kv_dkv"]
+    for name, size in blocks.items():
+        if size <= 0 or size % layout.LANES:
+            raise ValueError(f"{name}={size}: must be 0 (chosen for you) or a positive multiple of {layout.LANES}")
+        if size > longest:
+            raise ValueError(f"{name}={size}: must be at most {longest}, the padded length of {seq_len} tokens")
+    for name in ("block_kv", "block_kv_dkv"):
+        if blocks[name] % blocks[f"{name}_compute"]:
+            raise ValueError(f"{name}_compute={blocks[f'{name}_compute']}: must divide {name}={blocks[name]}")
+    return blocks
+
+
+def _check_scalar_memory(lay: layout.Layout, effective: backends.Effective) -> None:
+    name = effective["schedule"]
+    if schedules.TABLE[name].ring_only:
+        for suffix in ("", "_dkv"):
+            sizes = effective[f"block_q{suffix}"], effective[f"block_kv{suffix}"]
+            scalar_memory.require(name, *scalar_memory.of_runtime_mask(lay, *sizes))
+        return
+    for part in closed_form.schedules(lay, _splash_config(effective)):
+        info = closed_form.mask_info(*part)
+        scalar_memory.require(name, info.block_mask.size, scalar_memory.listed(info))
+
+
+def _layout(visibility, seq_len: int, blocks: backends.Effective) -> layout.Layout:
+    return layout.make(
+        visibility,
+        seq_len,
+        block_q=(blocks["block_q"], blocks["block_q_dkv"]),
+        block_kv=(blocks["block_kv"], blocks["block_kv_dkv"]),
+    )
+
+
+def _splash_config(effective: backends.Effective) -> splash.SplashConfig:
+    names = {field.name for field in dataclasses.fields(splash.SplashConfig)}
+    blocks = {name: size for name, size in effective.items() if name in names and name.startswith("block_")}
+    return splash.SplashConfig(
+        **blocks,
+        dq_reduction_steps=effective["dq_reduction_steps"] or None,
+        use_base2_exp=effective["use_base2_exp"],
+        interpret=_INTERPRET if effective["interpreted"] else False,
+    )
+
+
+# The simple `interpret=True` loses aliased outputs between grid steps on jax 0.10: dq would be wrong, silently.
+# This one simulates the TPU's memory, and NaN in what was never written makes a wrong read show.
+_INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan")

@@ -1,0 +1,12 @@
+"""`dynamic`: the kernel follows a boolean [q_len, kv_len] that exists at run time (seeds 000 and 003).
+
+Serves any visibility. Costs the mask's bytes in HBM, one int32 per block in SMEM, and a sort of all blocks.
+"""
+
+from research.attention.backends.splash import kernel as splash
+
+
+def kernel(layout, config, given):
+    """A kernel over one sequence's mask. Never `vmap` it: compiling takes ten times as long."""
+    del layout
+    return splash.make_dynamic_splash_mqa(given, config=config)

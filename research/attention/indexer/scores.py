@@ -1,0 +1,98 @@
+"""The indexer's scores of queries against entries, and the two ways of computing them: XLA's, and a kernel for TPUs."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from research.attention.backends.splash.layout import LANES, round_up
+from research.attention.indexer import kernel as index_kernel
+from research.attention.product import product
+
+BACKENDS = ("xla", "pallas")
+_DEFAULT_HEADS = {"xla": 1, "pallas": 8}
+_DEFAULT_ENTRIES = {"xla": 0, "pallas": 512}
+
+
+class Index(NamedTuple):
+    """What scores are made of: queries [B, S, I, D], keys [B, C, D], and float32 weights [B, S, I] of I index heads."""
+
+    q: jax.Array
+    keys: jax.Array
+    weights: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How scores are computed; not what they are.
+
+    Attributes:
+      backend: 'xla', or 'pallas'.
+      heads_at_once: index heads whose products exist at a time, a divisor of I.
+      entries_at_once: entries likewise; 0 is all.
+      interpreted: whether pallas's kernel is interpreted, as it must be where there is no TPU.
+    """
+
+    backend: str = "xla"
+    heads_at_once: int = 1
+    entries_at_once: int = 0
+    interpreted: bool = False
+
+
+def resolve(backend: str, heads_at_once: int, entries_at_once: int, heads: int, platform: str) -> Scoring:
+    """What takes effect of the fields `attention.index_...` on a platform; 0 and 'auto' leave the choice here.
+
+    Raises:
+      ValueError: a setting is out of range; names it, its value and what is allowed.
+    """
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"index_backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = "pallas" if platform == "tpu" else "xla"
+    if heads_at_once < 0 or (heads_at_once and heads % heads_at_once):
+        raise ValueError(f"index_heads_at_once={heads_at_once}: must be 0 (chosen for you) or a divisor of {heads}")
+    if entries_at_once < 0 or entries_at_once % LANES:
+        raise ValueError(
+            f"index_entries_at_once={entries_at_once}: must be 0 (chosen for you) or a multiple of {LANES}"
+        )
+    default = next(size for size in range(_DEFAULT_HEADS[backend], 0, -1) if heads % size == 0)
+    interpreted = backend == "pallas" and platform != "tpu"
+    return Scoring(backend, heads_at_once or default, entries_at_once or _DEFAULT_ENTRIES[backend], interpreted)
+
+
+def index_scores(index: Index, scoring: Scoring) -> jax.Array:
+    """float32 [B, S, C]: `sum_i weights_i * relu(q_i . key) / sqrt(I * D)` over the I index heads.
+
+    Some heads and entries at a time, recomputed in the backward pass: all heads at once would take I times the memory
+    of the result, and so would the signs that each relu keeps for its gradient.
+    """
+    index = index._replace(weights=index.weights * (index.q.shape[2] * index.q.shape[3]) ** -0.5)
+    entries = index.keys.shape[1]
+    size = min(scoring.entries_at_once or entries, round_up(entries, LANES))
+    if not entries or (scoring.backend == "xla" and entries <= size):
+        return _of_entries(index, scoring.heads_at_once)
+    padded = jnp.pad(index.keys, ((0, 0), (0, round_up(entries, size) - entries), (0, 0)))
+    if scoring.backend == "pallas":
+        asked = scoring.heads_at_once, size, scoring.interpreted
+        return index_kernel.scores(*asked, *index._replace(keys=padded))[..., :entries]
+    blocks = jnp.moveaxis(padded.reshape(len(padded), -1, size, padded.shape[2]), 1, 0)
+    scores = jax.lax.map(lambda keys: _of_entries(index._replace(keys=keys), scoring.heads_at_once), blocks)
+    return jnp.moveaxis(scores, 0, 2).reshape(*index.q.shape[:2], -1)[..., :entries]
+
+
+def _of_entries(index: Index, heads_at_once: int) -> jax.Array:
+    """Of all the entries given; weights are scaled."""
+    batch, seq_len, heads, width = index.q.shape
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # within a scan nothing else would merge them
+    def add_heads(scores_BxSxC, some):
+        q_BxSxGxD, weights_BxSxG = some
+        dots = product("bsgd,bcd->bsgc", q_BxSxGxD, index.keys, jnp.float32)
+        return scores_BxSxC + (jax.nn.relu(dots) * weights_BxSxG[..., None]).sum(axis=2), None
+
+    nothing = jnp.zeros((batch, seq_len, index.keys.shape[1]), jnp.float32)
+    groups = (batch, seq_len, heads // heads_at_once, heads_at_once)
+    by_group = index.q.reshape(*groups, width), index.weights.reshape(groups)
+    return jax.lax.scan(add_heads, nothing, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), by_group))[0]

@@ -1,0 +1,1 @@
+"""The DeepSeek-V4 attention layer in Haiku, and its parts."""

@@ -1,0 +1,267 @@
+"""Experiment files, overrides and sweeps: the grammar shared by the launchers, the tests and notebooks.
+
+An experiment is a Python file that asks one question. It defines
+
+    ARGS               what may follow the colon in `--config=experiments/x.py:arg`
+    get_config(arg)    the config
+    sweep(arg)         the points, each a dict of overrides by dotted name: {"attention.block_q": 256}, or a `Point`
+                       of such a dict and of the labels of the points that must have finished before it
+    HEADLINE           the numbers of `summary.json` that answer the question
+    check(rows)        optional: reports on a finished sweep, and raises CheckError if it must not be trusted
+    report(rows)       optional: lines that answer the question from the rows of `launch/bench.py`
+    report_masks(rows) optional: the same from those of `launch/masks.py`
+    report_aot(rows)   optional: the same from those of `launch/aot.py`
+
+One rule for overrides, in every launcher and for presets alike. A field that no point sets takes the override in all
+points. A field that some point sets is the sweep's: each point has a value of it, its own or else the config's, and the
+override narrows the sweep to the points that have the given one; a value that none of them has is refused. So a
+narrowed sweep is a part of the sweep, point by point the same, and its results lie in the same folder.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import json
+import pathlib
+import types
+from typing import Any
+
+import ml_collections
+
+from research.config import ConfigError
+
+Overrides = dict[str, Any]
+Row = dict[str, Any]  # a point of a sweep with its summary; see `research.sweeps.sweep.run_point`
+
+_LONGEST_LABEL = 120  # a folder's name may have 255 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One point of an experiment's sweep.
+
+    Attributes:
+      overrides: what it sets.
+      after: the label, or labels, of points of the same sweep that it needs: it starts when they have finished well.
+    """
+
+    overrides: Overrides
+    after: str | tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if isinstance(self.after, str):
+            object.__setattr__(self, "after", (self.after,))
+
+    @property
+    def label(self) -> str:
+        """Its name within the sweep, and that of its folder."""
+        return label(self.overrides)
+
+
+class CheckError(Exception):
+    """A sweep's results contradict what its experiment takes for granted."""
+
+
+def load(target: str) -> tuple[types.ModuleType, str]:
+    """Imports the file of `path.py:arg`, and returns its module and the arg, empty where there is none.
+
+    Raises:
+      ConfigError: there is no such file, or it is no experiment.
+    """
+    path, _, arg = target.partition(":")
+    if not pathlib.Path(path).is_file():
+        raise ConfigError(
+            f"--config={target}: no file {path!r}; must be experiments/NAME.py or experiments/NAME.py:ARG"
+        )
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    missing = [name for name in ("ARGS", "get_config", "sweep", "HEADLINE") if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(f"--config={target}: {path} is no experiment, it lacks {', '.join(missing)}")
+    return module, arg
+
+
+def check_arg(arg: str, known: tuple[str, ...]) -> None:
+    """Raises ConfigError where an experiment does not know the word after the colon."""
+    if arg not in known:
+        raise ConfigError(f"argument {arg!r} after the colon: must be one of {', '.join(map(repr, known))}")
+
+
+def points(target: str, common: Overrides | None = None) -> list[Point]:
+    """The points of an experiment's sweep, narrowed to those that agree with overrides; the module tells the rule.
+
+    Args:
+      target: the experiment and its argument, `experiments/x.py:arg`.
+      common: overrides for all points.
+
+    Raises:
+      ConfigError: no point has a value, or a value is of another type; two points have one label; or a point is after
+        one that does not exist, after itself, or starts from one that it is not after.
+    """
+    module, arg = load(target)
+    config, common = module.get_config(arg), common or {}
+    if "run.id" in common:
+        raise ConfigError("config.run.id: is set by the sweep itself, for each of its points")
+    whole = kept = _points(module, arg, target)
+    for name, setting in swept(target, common).items():
+        override(module.get_config(arg), {name: setting})  # its type
+        found = [_value(config, point, name) for point in whole]
+        if setting not in found:
+            values = f"{_alternatives(found)}, one of the values among the points of {target}"
+            raise ConfigError(f"config.{name}={setting}: must be {values}")
+        kept = [point for point in kept if _value(config, point, name) == setting]
+    if not kept:
+        given = " and ".join(f"config.{name}={setting}" for name, setting in swept(target, common).items())
+        raise ConfigError(f"{given}: no point of {target} has them together")
+    _check_starts(config, common, whole, kept)
+    return kept
+
+
+def point(target: str, name: str, common: Overrides | None = None) -> Overrides:
+    """The overrides of the point of an experiment's sweep that has this label.
+
+    Raises:
+      ConfigError: there is none, naming the nearest ones; or `common` has another value of a field of the sweep's.
+    """
+    module, arg = load(target)
+    labelled = {point.label: point for point in _points(module, arg, target)}
+    if name not in labelled:
+        nearest = difflib.get_close_matches(name, labelled, n=3, cutoff=0.0)
+        raise ConfigError(f"--point={name}: {target} has no such point; the nearest are {', '.join(nearest)}")
+    for field, setting in swept(target, common or {}).items():
+        there = _value(module.get_config(arg), labelled[name], field)
+        if setting != there:
+            raise ConfigError(f"config.{field}={setting}: must be {there}, as the point {name} of {target} has it")
+    return labelled[name].overrides
+
+
+def swept(target: str, common: Overrides) -> Overrides:
+    """Those of the overrides that narrow the sweep, for some point of it sets their field."""
+    module, arg = load(target)
+    fields = {field for point in _points(module, arg, target) for field in point.overrides}
+    return {name: setting for name, setting in common.items() if name in fields}
+
+
+def _points(module: types.ModuleType, arg: str, target: str) -> list[Point]:
+    """All points of a sweep, their labels and their order checked."""
+    found = [made if isinstance(made, Point) else Point(made) for made in module.sweep(arg)]
+    labelled = {point.label: point for point in found}
+    if len(labelled) < len(found):
+        names = [point.label for point in found]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{target}: {names.count(twice)} points of the sweep are {twice!r}; must differ in a setting")
+    for name, point in labelled.items():
+        if unknown := [before for before in point.after if before not in labelled]:
+            nearest = difflib.get_close_matches(unknown[0], labelled.keys() - {name}, n=3, cutoff=0.0)
+            raise ConfigError(f"{target}: {name} is after={unknown[0]!r}; must be a point, as {', '.join(nearest)}")
+        if name in _before(labelled, name):
+            raise ConfigError(f"{target}: {name} is after itself, by after={', '.join(point.after)}")
+    return found
+
+
+def _before(labelled: dict[str, Point], name: str) -> set[str]:
+    """The labels of all points that this one is after, directly or by way of others."""
+    found, open_ = set(), [*labelled[name].after]
+    while open_:
+        before = open_.pop()
+        if before not in found:
+            found.add(before)
+            open_ += labelled[before].after if before in labelled else ()
+    return found
+
+
+def _check_starts(config: ml_collections.ConfigDict, common: Overrides, whole: list[Point], kept: list[Point]) -> None:
+    """Raises ConfigError where a point starts from another whose end it does not wait for."""
+    labelled = {point.label: point for point in whole}
+    for point in kept:
+        start = (common | point.overrides).get("train.start_from", config.train.start_from)
+        source = start if start in labelled else start.rpartition("@")[0]  # ID or ID@STEP
+        if source in labelled and source not in _before(labelled, point.label):
+            raise ConfigError(
+                f"{point.label}: config.train.start_from={start}: is a point of the sweep, so must be after it"
+            )
+
+
+def _value(config: ml_collections.ConfigDict, point: Point, name: str) -> Any:
+    """What a point has for the field: its own, or else the config's."""
+    return point.overrides[name] if name in point.overrides else value(config, name)
+
+
+def _alternatives(values: list[Any]) -> str:
+    """Each value once: `64, 128 or 256`."""
+    *others, last = dict.fromkeys(map(str, values))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_name(config: ml_collections.ConfigDict, name: str) -> None:
+    """Raises ConfigError unless `name` is the dotted name of a field; names the nearest ones."""
+    fields = field_names(config)
+    if name in fields:
+        return
+    below = [field for field in fields if field.startswith(f"{name}.")]
+    if below:
+        raise ConfigError(f"config.{name}: is a group and cannot be replaced as a whole; set one of {', '.join(below)}")
+    nearest = difflib.get_close_matches(name, fields, n=3, cutoff=0.0)
+    raise ConfigError(f"config.{name}: no such field; the nearest are {', '.join(nearest)}")
+
+
+def field_names(config: ml_collections.ConfigDict) -> list[str]:
+    """Dotted names of all fields."""
+    names = []
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            names += [f"{name}.{below}" for below in field_names(value)]
+        else:
+            names.append(name)
+    return names
+
+
+def value(config: ml_collections.ConfigDict, name: str) -> Any:
+    """The field of that dotted name."""
+    for part in name.split("."):
+        config = config[part]
+    return config
+
+
+def override(config: ml_collections.ConfigDict, overrides: Overrides) -> None:
+    """Sets fields of a config by dotted name, as `--config.name=value` would.
+
+    Raises:
+      ConfigError: there is no such field, or the value is of another type.
+    """
+    for name, setting in overrides.items():
+        check_name(config, name)
+        expected = type(value(config, name))
+        # A float may be written as 1; anything else must be what the command line would have parsed.
+        if type(setting) is not expected and not (expected is float and type(setting) is int):
+            raise ConfigError(f"config.{name}={setting!r}: must be of type {expected.__name__}")
+        config.update_from_flattened_dict({name: setting})
+
+
+def as_flags(overrides: Overrides) -> list[str]:
+    """Overrides as command-line arguments."""
+
+    def text(setting: Any) -> str:
+        # Double quotes inside a tuple: shlex then needs none of its own tricks to quote the whole.
+        return f"({''.join(f'{json.dumps(member)},' for member in setting)})" if isinstance(setting, tuple) else setting
+
+    return [f"--config.{name}={text(setting)}" for name, setting in overrides.items()]
+
+
+def label(overrides: Overrides) -> str:
+    """A short name for overrides, fit for a folder: `layers=hca,backend=splash,block_q=128`.
+
+    Those that only say where a run is recorded are left out.
+    """
+    overrides = {name: setting for name, setting in overrides.items() if not name.startswith(("run.", "wandb."))}
+    last = [name.rpartition(".")[2] for name in overrides]
+    parts = []
+    for (name, setting), short in zip(overrides.items(), last, strict=True):
+        text = "+".join(map(str, setting)) if isinstance(setting, tuple) else str(setting)
+        parts.append(f"{short if last.count(short) == 1 else name}={text}")
+    whole = ",".join(parts).replace("/", "_")
+    if len(whole) <= _LONGEST_LABEL:
+        return whole
+    return f"{whole[:_LONGEST_LABEL]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"

@@ -1,0 +1,148 @@
+"""Everything that computes attention, made from the tables of backends and schedules, and what to try it on."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from research.attention import backends
+from research.attention.backends import blockwise
+from research.attention.backends.splash import schedules
+from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow, Visibility
+from tests.oracles import DIFFERENTIABLE
+
+HEADS = 2
+WIDTH = 16
+GROUPED = ("dynamic", "closed_form")  # schedules that are also tried with the heads one by one
+
+
+def visibilities(window: int, hca_ratio: int, csa_ratio: int = 4) -> dict[str, Visibility]:
+    """One of every kind."""
+    return {
+        "sliding": SlidingWindow(window),
+        "hca": HeavilyCompressed(window, hca_ratio),
+        "csa": CompressedSparse(window, csa_ratio, top_k=24),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A backend with its options."""
+
+    backend: str
+    options: backends.Options
+
+    def __str__(self) -> str:
+        if self.options.schedule == "auto":
+            return self.backend
+        apart = "-apart" if self.options.heads_per_call else ""
+        return f"{self.backend}-{self.options.schedule}-dq{self.options.dq_reduction_steps}{apart}"
+
+
+def strategies(visibility: Visibility, seq_len: int, block: int = 128) -> list[Strategy]:
+    """Those that differ in effect, for every backend: with schedules and blocks where it has them, else without."""
+    asked = [
+        backends.Options(schedule, block_q=block, block_kv=block, dq_reduction_steps=steps)
+        for schedule in schedules.TABLE
+        for steps in (0, 3)
+    ]
+    asked += [dataclasses.replace(asked[2 * list(schedules.TABLE).index(name)], heads_per_call=1) for name in GROUPED]
+    asked += [backends.Options(schedule) for schedule in blockwise.SCHEDULES]
+    found = []
+    for name in backends.NAMES:
+        distinct = {}
+        for options in asked:
+            with contextlib.suppress(ValueError):
+                effective = backends.get(name).resolve(visibility, seq_len, HEADS, WIDTH, "float32", options)
+                distinct.setdefault(tuple(effective.items()), Strategy(name, options))
+        found += distinct.values() or [Strategy(name, backends.DEFAULT)]
+    return found
+
+
+def parameters(by_kind: dict[str, Visibility], seq_len: int, quick: Callable[[str, Strategy], bool]) -> list:
+    """Every (strategy, visibility) for `pytest.mark.parametrize`; slow where not `quick(kind, strategy)`."""
+    return [
+        pytest.param(
+            strategy,
+            visibility,
+            id=f"{strategy}-{kind}",
+            marks=() if quick(kind, strategy) else pytest.mark.slow,
+        )
+        for kind, visibility in by_kind.items()
+        for strategy in strategies(visibility, seq_len)
+    ]
+
+
+def is_default(kind: str, strategy: Strategy) -> bool:
+    """Whether it has the schedule that is chosen for that kind, or none."""
+    return strategy.backend != "splash" or strategy.options.schedule in ("auto", schedules.resolve_name("auto", kind))
+
+
+def none(seq_len: int) -> None:
+    return None
+
+
+def documents(seq_len: int) -> np.ndarray:
+    """Two rows of documents that start anywhere; ids rise in one and fall in the other, which ends in padding."""
+    t = np.arange(seq_len)
+    falling = np.array([4, 1, -1])[np.digitize(t, [seq_len // 2, seq_len - seq_len // 10])]
+    return np.stack([np.digitize(t, [seq_len // 3, seq_len - seq_len // 5]), falling])
+
+
+def padding(seq_len: int) -> np.ndarray:
+    """A row padded on both sides and between its documents, and one of nothing but padding."""
+    t = np.arange(seq_len)
+    padded = np.digitize(t, [seq_len // 4, seq_len // 2, seq_len // 2 + seq_len // 8, seq_len - seq_len // 5])
+    return np.stack([np.array([-1, 0, -1, 1, -1])[padded], np.full(seq_len, -1)])
+
+
+def blank_blocks(seq_len: int) -> np.ndarray:
+    """Padding alone fills whole blocks of 128, first of local keys and then of queries."""
+    del seq_len
+    return np.array([[0] * 130 + [-1] * 256 + [1] * 126])
+
+
+def inputs(
+    visibility: Visibility, seq_len: int, segments=None, *, sinks=True, batch=1, dtype=jnp.float32, seed=0, width=WIDTH
+):
+    """Random arguments of `attend`, and a cotangent. Keys lie within [-1, 1], and so do outputs."""
+    rng = np.random.default_rng(seed)
+    batch = batch if segments is None else len(segments)
+    entries = visibility.num_entries(seq_len)
+    arguments = {
+        "q": jnp.asarray(3 * rng.standard_normal((batch, seq_len, HEADS, width)), dtype),
+        "local": jnp.asarray(rng.uniform(-1, 1, (batch, seq_len, width)), dtype),
+        "compressed": jnp.asarray(rng.uniform(-1, 1, (batch, entries, width)), dtype),
+        "sinks": jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if sinks else None,
+        "segments": None if segments is None else jnp.asarray(segments, jnp.int32),
+        "selected": None,
+    }
+    if visibility.kind == "csa":
+        rank = rng.random((batch, seq_len, entries)).argsort(axis=-1)
+        arguments["selected"] = jnp.asarray(rank < visibility.top_k)
+    return arguments, jnp.asarray(rng.standard_normal((batch, seq_len, HEADS, width)), dtype)
+
+
+def differentiate(strategy: Strategy, visibility: Visibility, arguments, d_out, target=None):
+    """ "out" and the gradients, as `oracles.attention` returns them; and all that was kept for the backward pass."""
+    backend, options = backends.get(strategy.backend), strategy.options
+
+    def attend(varied):
+        prepared = backend.prepare(visibility, d_out.shape[1], arguments["segments"], options)
+        settings = {"visibility": visibility, "options": options, "prepared": prepared, "target": target}
+        return backend.attend(**{**arguments, **varied}, **settings)
+
+    varied = {name: arguments[name] for name in DIFFERENTIABLE if arguments[name] is not None}
+    out, pull_back = jax.vjp(attend, varied)
+    return {"out": out, **pull_back(d_out)[0]}, jax.tree.leaves(pull_back)
+
+
+@functools.cache
+def differentiated(strategy: Strategy, visibility: Visibility, target: backends.Target | None = None):
+    """Jitted `(arguments, d_out) ->` the first of what `differentiate` returns."""
+    return jax.jit(lambda arguments, d_out: differentiate(strategy, visibility, arguments, d_out, target)[0])
