@@ -15,7 +15,6 @@ from research.attention.visibility import (
     SlidingWindow,
     Visibility,
     entry_segments,
-    same_segment,
 )
 
 # Small enough to see: DeepSeek-V4 has a window of 128, ratios of 128 and 4, and a top-k of 512.
@@ -45,15 +44,15 @@ def picture(panel: Panel, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """
     visibility, segments = panel.visibility, panel.segments
     t = np.arange(SEQ_LEN)[:, None]
-    near = visibility.sees_local(t, np.arange(SEQ_LEN)) & same_segment(segments[:, None], segments)
+    near = visibility.local_mask(t, np.arange(SEQ_LEN), segments[:, None], segments)
     local = np.where(near, _LOCAL, _UNSEEN)
     entries = visibility.num_entries(SEQ_LEN)
     if not entries:
         return local, np.zeros((SEQ_LEN, 0), int)
-    own = same_segment(segments[:, None], entry_segments(segments, visibility.ratio))
-    complete = visibility.sees_compressed(t, np.arange(entries)) & own
+    of_entry = entry_segments(segments, visibility.ratio)
+    complete = visibility.entry_mask(t, np.arange(entries), segments[:, None], of_entry)
     chosen = complete
-    if visibility.kind == "csa":
+    if visibility.selects:
         scores = np.where(complete, np.random.default_rng(seed).random(complete.shape), -1.0)
         chosen = complete & (np.argsort(np.argsort(-scores)) < visibility.top_k)
     return local, np.where(chosen, _ENTRY, np.where(complete, _PASSED_OVER, _UNSEEN))

@@ -27,18 +27,39 @@ class SlidingWindow:
 
     window: int
     kind: ClassVar[str] = "sliding"
+    compresses: ClassVar[bool] = False  # whether there are compressed entries
+    selects: ClassVar[bool] = False  # whether a query sees no more of them than an indexer selected
 
     def __post_init__(self):
         _require_positive(self, "window")
+
+    def local_mask(self, t: Any, j: Any, of_query: Any = None, of_key: Any = None) -> Any:
+        """Whether the query at token `t` sees the local key at token `j`.
+
+        Args:
+          t: tokens of the queries on the sequence grid; a shard of a sequence counts from where it starts.
+          j: tokens of the keys.
+          of_query: segments of the queries; without, all is one document.
+          of_key: segments of the keys.
+        """
+        return _in_document(self.sees_local(t, j), of_query, of_key)
 
     def sees_local(self, t: Any, j: Any) -> Any:
         """Whether the query at token `t` sees the local key at token `j`, documents aside."""
         return (t - j >= 0) & (t - j < self.window)
 
-    def num_entries(self, seq_len: int) -> int:
-        """Number of compressed entries of a sequence: none."""
-        del seq_len
-        return 0
+    def num_entries(self, seq_len: Any) -> Any:
+        """Number of compressed entries of that many tokens: none."""
+        return seq_len * 0
+
+    def pairs(self, seq_len: int) -> int:
+        """Pairs of a query and a key it sees, selected entries included, in a sequence that is one document."""
+        tokens = np.arange(1, seq_len + 1, dtype=np.int64)
+        return int(np.minimum(tokens, self.window).sum() + self._entries_seen(tokens).sum())
+
+    def _entries_seen(self, tokens: Any) -> Any:
+        """How many entries the last of that many tokens sees."""
+        return self.num_entries(tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +68,24 @@ class HeavilyCompressed(SlidingWindow):
 
     ratio: int
     kind: ClassVar[str] = "hca"
+    compresses: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
         _require_positive(self, "ratio")
+
+    def entry_mask(self, t: Any, c: Any, of_query: Any = None, of_entry: Any = None, chosen: Any = None) -> Any:
+        """Whether the query at token `t` sees entry `c`.
+
+        Args:
+          t: as `local_mask`.
+          c: entries.
+          of_query: as `local_mask`.
+          of_entry: segments of the entries, as `entry_segments` gives them.
+          chosen: booleans, the indexer's choice; without, entries are visible as they complete.
+        """
+        mask = _in_document(self.sees_compressed(t, c), of_query, of_entry)
+        return mask if chosen is None else mask & chosen
 
     def sees_compressed(self, t: Any, c: Any) -> Any:
         """Whether entry `c` is complete at token `t`, documents and selection aside."""
@@ -67,10 +102,14 @@ class CompressedSparse(HeavilyCompressed):
 
     top_k: int
     kind: ClassVar[str] = "csa"
+    selects: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
         _require_positive(self, "top_k")
+
+    def _entries_seen(self, tokens: Any) -> Any:
+        return np.minimum(self.num_entries(tokens), self.top_k)
 
 
 Visibility = SlidingWindow | HeavilyCompressed | CompressedSparse
@@ -99,14 +138,8 @@ def entry_segments(segments: Any, ratio: int) -> Any:
     return xp.where(whole, first[..., 0], STRADDLES).astype(segments.dtype)
 
 
-def visible_pairs(visibility: Visibility, seq_len: int) -> int:
-    """Pairs of a query and a key it sees, selected entries included, in a sequence that is one document."""
-    t = np.arange(seq_len, dtype=np.int64)
-    pairs = np.minimum(t + 1, visibility.window).sum()
-    if visibility.kind != "sliding":
-        complete = visibility.num_entries(t + 1)
-        pairs += (np.minimum(complete, visibility.top_k) if visibility.kind == "csa" else complete).sum()
-    return int(pairs)
+def _in_document(mask: Any, of_query: Any, of_key: Any) -> Any:
+    return mask if of_query is None else mask & same_segment(of_query, of_key)
 
 
 def _require_positive(visibility, field: str) -> None:

@@ -16,7 +16,7 @@ from research.attention.backends.splash import kernel as splash
 from research.attention.backends.splash import layout as layout_lib
 from research.attention.backends.splash import schedules
 from research.attention.backends.splash.schedules import closed_form, scalar_memory
-from research.attention.visibility import Visibility, visible_pairs
+from research.attention.visibility import Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,7 @@ def measure(request: Request) -> dict[str, Any]:
         "full": int(np.count_nonzero(kinds == 2)),
         "partial": int(np.count_nonzero(kinds == 1)),
         "unique_partial": unique,
-        "useful_fraction": visible_pairs(request.visibility, request.seq_len)
-        / (active * request.block_q * request.block_kv),
+        "useful_fraction": request.visibility.pairs(request.seq_len) / (active * request.block_q * request.block_kv),
         "scheduled": larger.block_mask.size,
         "host_bytes": {"captured": dense, "static": blocks}.get(name, 0),
         "hbm_bytes": blocks + dense * (name in ("captured", "dynamic")),
@@ -124,8 +123,8 @@ def _build(request, lay, config, clock) -> tuple[list[splash.MaskInfo], list[int
         kernel = entry.kernel(lay, config, given)
         return [kernel.fwd_mask_info, kernel.dkv_mask_info]
 
-    if entry.runtime_mask or request.visibility.kind == "csa":
-        chosen = _choice(request, lay) if request.visibility.kind == "csa" else None
+    if entry.runtime_mask or request.visibility.selects:
+        chosen = _choice(request, lay) if request.visibility.selects else None
         given = lay.runtime_mask(None, None, chosen) if entry.runtime_mask else chosen
         build = functools.partial(jax.jit(build).lower(given).compile(), given)  # compiling is the program's
     with clock.going_on():

@@ -21,7 +21,6 @@ from research.attention import backends
 from research.attention.indexer import selection
 from research.attention.product import product
 from research.attention.visibility import Visibility
-from research.measure.masks import visible_pairs
 
 PHASES = ("forward", "forward_backward", "backward")  # the last one holds what the first saves, and takes most memory
 # Of the size of one forward product q.k: forward has 2 (q.k, weights.v), backward 5 more (q.k again, and d_weights,
@@ -96,7 +95,7 @@ def measure(point: Point, phase: str) -> dict[str, Any]:
 
 def useful_flops(point: Point, phase: str) -> int:
     """FLOPs of the products over visible pairs alone."""
-    pairs = point.batch * point.heads * visible_pairs(point.visibility, point.seq_len)
+    pairs = point.batch * point.heads * point.visibility.pairs(point.seq_len)
     return PRODUCTS[phase] * 2 * pairs * point.head_width
 
 
@@ -155,7 +154,7 @@ def arguments(point: Point) -> tuple[dict[str, jax.Array], jax.Array | None]:
     }
     found["sinks"] = jnp.zeros(point.heads)
     selected = None
-    if point.visibility.kind == "csa":
+    if point.visibility.selects:
         visible = selection.visible_entries(point.visibility, jnp.zeros((point.batch, point.seq_len), jnp.int32))
         selected = selection.membership(jax.random.uniform(keys[3], visible.shape), visible, point.visibility.top_k)
     return found, selected

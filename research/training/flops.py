@@ -4,7 +4,7 @@ import haiku as hk
 import jax
 
 from research import hardware as chips
-from research.attention.visibility import HeavilyCompressed, SlidingWindow, visible_pairs
+from research.attention.visibility import HeavilyCompressed, SlidingWindow
 from research.model.spec import ModelSpec
 from research.training.optimizer import group
 
@@ -37,12 +37,12 @@ def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
             flops += 2 * (indexer if group(module) == "indexer" else model) * value.size
     for kind in spec.layers:
         visibility = attention.visibility(kind)
-        pairs = visible_pairs(visibility, seq_len) / seq_len
+        pairs = visibility.pairs(seq_len) / seq_len
         flops += spec.repeats * 4 * model * pairs * attention.heads * attention.head_width
         if kind == "csa":
-            local = visible_pairs(SlidingWindow(attention.window), seq_len) / seq_len
+            local = SlidingWindow(attention.window).pairs(seq_len) / seq_len
             entries = HeavilyCompressed(attention.window, attention.csa_ratio)
-            complete, attended = visible_pairs(entries, seq_len) / seq_len - local, pairs - local
+            complete, attended = entries.pairs(seq_len) / seq_len - local, pairs - local
             scored = complete if attention.selects or attention.trains_indexer else 0.0
             if attention.trains_indexer:
                 scored += 2 * attended

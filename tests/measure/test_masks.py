@@ -15,18 +15,14 @@ def test_schedules_of_one_mask_have_the_same_blocks(schedule):
     row = masks.measure(masks.Request(HCA, schedule, 1017, 128, 128, 3))
     # 8 diagonal blocks, 7 left of them, and the column of entries from the first that is complete.
     assert (row["active"], row["full"], row["partial"]) == (23, 0, 23)
-    assert row["useful_fraction"] == masks.visible_pairs(HCA, 1017) / (23 * 128 * 128)
+    assert row["useful_fraction"] == HCA.pairs(1017) / (23 * 128 * 128)
     assert row["build_seconds"] >= row["schedule_seconds"] > 0
 
 
 @pytest.mark.parametrize("visibility", [SlidingWindow(8), HeavilyCompressed(8, 16), CompressedSparse(8, 4, 3)])
 def test_visible_pairs_are_those_of_the_oracle(visibility):
-    segments = np.zeros(100, np.int32)
-    seen = visible(visibility, segments, np.ones((100, visibility.num_entries(100)), bool))
-    local, entries = seen[:, :100].sum(), seen[:, 100:].sum(axis=1)
-    if visibility.kind == "csa":
-        entries = np.minimum(entries, visibility.top_k)
-    assert masks.visible_pairs(visibility, 100) == local + entries.sum()
+    everything = np.ones((100, visibility.num_entries(100)), bool) if visibility.selects else None
+    assert visibility.pairs(100) == visible(visibility, np.zeros(100, np.int32), everything).sum()
 
 
 @pytest.mark.parametrize("seq_len", [98_304, 114_688])

@@ -197,7 +197,7 @@ def check_arguments(q, local, compressed, *, visibility, sinks, segments, select
         _expect("sinks", sinks, (heads,), jnp.float32)
     if segments is not None:
         _expect("segments", segments, (batch, seq_len), jnp.int32)
-    if visibility.kind == "csa":
+    if visibility.selects:
         if selected is None:
             raise ValueError("selected: None, but CompressedSparse needs the indexer's choice, bool [B, S, C]")
         _expect("selected", selected, (batch, seq_len, entries), jnp.bool_)

@@ -56,7 +56,7 @@ def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True,
 
 def _schedule(visibility, entries, options) -> str:
     """How CSA visits its entries; empty for the others, which have one way."""
-    if visibility.kind != "csa" or not entries:
+    if not visibility.selects or not entries:
         return ""
     if options.schedule == "auto":
         return "gather" if entries >= _GATHER_FROM * visibility.top_k else "stream"
@@ -153,26 +153,24 @@ class _Plan:
         start = block * self.block_q
         t = start + jnp.arange(self.block_q)[:, None]
         j = start - self.reach + jnp.arange(self.reach + self.block_q)[None]
-        mask = self.visibility.sees_local(t, j) & (j >= 0)
+        segments = ()
         if "segments" in marks:
             of_query = _slice(marks["segments"], start, self.block_q)[:, None]
-            of_key = _slice(marks["local_segments"], start, self.reach + self.block_q)[None]
-            mask &= visibility_lib.same_segment(of_query, of_key)
-        return mask[:, None]
+            segments = of_query, _slice(marks["local_segments"], start, self.reach + self.block_q)[None]
+        return (self.visibility.local_mask(t, j, *segments) & (j >= 0))[:, None]
 
     def entry_mask(self, block, step, marks):
         """Bool [block_q, 1, block_kv]."""
         start, first = block * self.block_q, step * self.block_kv
         t = start + jnp.arange(self.block_q)[:, None]
         c = first + jnp.arange(self.block_kv)[None]
-        mask = self.visibility.sees_compressed(t, c)
+        segments, chosen = (), None
         if "segments" in marks:
             of_query = _slice(marks["segments"], start, self.block_q)[:, None]
-            of_entry = _slice(marks["entry_segments"], first, self.block_kv)[None]
-            mask &= visibility_lib.same_segment(of_query, of_entry)
+            segments = of_query, _slice(marks["entry_segments"], first, self.block_kv)[None]
         if "selected" in marks:
-            mask &= jax.lax.dynamic_slice(marks["selected"], (start, first), mask.shape)
-        return mask[:, None]
+            chosen = jax.lax.dynamic_slice(marks["selected"], (start, first), (self.block_q, self.block_kv))
+        return self.visibility.entry_mask(t, c, *segments, chosen=chosen)[:, None]
 
     def pick(self, selected, marks):
         """Int32 [q_len, places]: the entries that each query sees, in order, then `entries` where there are no more.

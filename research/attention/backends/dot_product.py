@@ -62,16 +62,13 @@ def attend(
 
 def dense_mask(visibility, seq_len: int, segments=None, selected=None) -> jax.Array:
     """Bool [B or 1, S, S + C]: the visibility, the documents and the indexer's choice as one array."""
-    t = jnp.arange(seq_len)[:, None]
-    parts = [visibility.sees_local(t, jnp.arange(seq_len)[None])[None]]
-    if segments is not None:
-        parts[0] &= visibility_lib.same_segment(segments[:, :, None], segments[:, None, :])
-    entries = visibility.num_entries(seq_len)
-    if entries:
-        sees = visibility.sees_compressed(t, jnp.arange(entries)[None])[None]
-        if segments is not None:
-            of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
-            sees &= visibility_lib.same_segment(segments[:, :, None], of_entry[:, None, :])
-        parts.append(sees if selected is None else selection.at_most(sees & selected, visibility.top_k))
+    t, packed = jnp.arange(seq_len), segments is not None
+    of_query, of_key = (segments[:, :, None], segments[:, None]) if packed else (None, None)
+    parts = [visibility.local_mask(t[None, :, None], t[None, None], of_query, of_key)]
+    if entries := visibility.num_entries(seq_len):
+        of_entry = visibility_lib.entry_segments(segments, visibility.ratio)[:, None] if packed else None
+        c = jnp.arange(entries)[None, None]
+        sees = visibility.entry_mask(t[None, :, None], c, of_query, of_entry, selected)
+        parts.append(selection.at_most(sees, visibility.top_k) if visibility.selects else sees)
     batch = max(part.shape[0] for part in parts)
     return jnp.concatenate([jnp.broadcast_to(part, (batch, *part.shape[1:])) for part in parts], axis=-1)

@@ -193,8 +193,7 @@ def _over_blocks(step, start, visibility, index, heads, segments, selected):
         span = reach + len(t)
         band, of_key = (jax.lax.dynamic_slice_in_dim(x, t[0], span, axis=1) for x in (local, local_segments))
         j = t[0] - reach + jnp.arange(span)
-        sees_local = visibility.sees_local(t[:, None], j[None])[None]
-        sees_local &= visibility_lib.same_segment(of_query[:, :, None], of_key[:, None, :])
+        sees_local = visibility.local_mask(t[None, :, None], j[None, None], of_query[:, :, None], of_key[:, None])
         visible = selection.visible_to(visibility, t, of_query, of_entry)
         seen = selection.at_most(visible & attended["selected"], visibility.top_k) if attended else visible
         block_heads = heads._replace(q=q, local=band)

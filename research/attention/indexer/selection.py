@@ -30,8 +30,7 @@ def visible_to(
       of_entry: int32 [B, C], the documents of all entries, `visibility.entry_segments` of the whole sequence.
     """
     c = jnp.arange(of_entry.shape[-1])
-    in_document = visibility_lib.same_segment(segments[:, :, None], of_entry[:, None, :])
-    return visibility.sees_compressed(t[:, None], c[None])[None] & in_document
+    return visibility.entry_mask(t[None, :, None], c[None, None], segments[:, :, None], of_entry[:, None])
 
 
 def membership(scores: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:

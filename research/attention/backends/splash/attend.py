@@ -60,7 +60,7 @@ def prepare(visibility, seq_len, segments, options) -> jax.Array | None:
     CSA's differs from layer to layer, and without segments there is nothing to build it from at run time.
     """
     schedule = schedules.resolve_name(options.schedule, visibility.kind)
-    if segments is None or visibility.kind == "csa" or not schedules.TABLE[schedule].runtime_mask:
+    if segments is None or visibility.selects or not schedules.TABLE[schedule].runtime_mask:
         return None
     lay = _layout(visibility, seq_len, _blocks(seq_len, options))
     return jax.vmap(lambda rows, cols: lay.runtime_mask(rows, cols, None))(*lay.segment_ids(segments))

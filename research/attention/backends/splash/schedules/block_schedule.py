@@ -138,7 +138,7 @@ def _entry_pairs(layout: Layout, block_q: int, block_kv: int):
     r = np.arange(0, layout.q_len, block_q)
     complete = np.minimum(layout.visibility.num_entries(r + block_q), layout.compressed_len)
     q, kv = _ranges(np.zeros_like(r), -(-complete // block_kv))
-    if layout.visibility.kind == "csa":
+    if layout.visibility.selects:
         number = q * (layout.compressed_len // block_kv) + kv
         return q, kv + layout.local_len // block_kv, np.ones_like(q), number, np.zeros_like(q, bool)
     offset = q * block_q - kv * block_kv * ratio
