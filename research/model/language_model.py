@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 
 from research.attention import backends
-from research.attention.indexer.loss import Mean
 from research.attention.layer.attention import Attention
 from research.attention.layer.linear import INIT_STD, project
 from research.attention.layer.norms import RMSNorm
 from research.attention.product import product
+from research.metrics import Mean
 from research.model.spec import ModelSpec
 
 REMAT = ("none", "block")

@@ -8,8 +8,8 @@ import ml_collections
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from research.attention.indexer.loss import Mean
 from research.config import ConfigError
+from research.metrics import Mean
 
 AXIS = "batch"
 

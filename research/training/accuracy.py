@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from research.attention.indexer.loss import Mean
 from research.data.packing import NO_TARGET
 from research.data.recall import ranges
+from research.metrics import Mean
 
 _OF_RANGE = "accuracy_{}_to_{}"
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from research.attention.indexer.loss import Mean
 from research.data.packing import NO_TARGET
+from research.metrics import Mean
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, segments: jax.Array) -> Mean:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from research.attention import backends
-from research.attention.indexer.loss import Mean
 from research.attention.spec import AttentionSpec
+from research.metrics import Mean
 from research.model import language_model
 from research.model.spec import ModelSpec
 from research.parallel import batch as parallel

@@ -16,8 +16,8 @@ import numpy as np
 from research import config as config_lib
 from research import data as data_lib
 from research import errors
-from research.attention.indexer.loss import Mean
 from research.errors import ConfigError, DamagedError
+from research.metrics import Mean
 from research.model import language_model
 from research.model import spec as model_spec
 from research.parallel import batch as parallel

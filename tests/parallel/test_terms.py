@@ -9,7 +9,7 @@ import functools
 import haiku as hk
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
-from research.attention.indexer.loss import Mean
+from research.metrics import Mean
 from research.config import base_config
 from research.data.packing import NO_TARGET
 from research.model import language_model, spec as model_spec

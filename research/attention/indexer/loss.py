@@ -22,17 +22,7 @@ from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.indexer import selection
 from research.attention.indexer.scores import Index, Scoring, index_scores
 from research.attention.product import product
-
-
-class Mean(NamedTuple):
-    """A mean that can be taken over several layers and batches: float32 [] sum, and int32 [] of how many."""
-
-    total: jax.Array
-    count: jax.Array
-
-    def mean(self) -> jax.Array:
-        """float32 []; 0 over nothing."""
-        return self.total / jnp.maximum(self.count, 1)
+from research.metrics import Mean
 
 
 class Heads(NamedTuple):

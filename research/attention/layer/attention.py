@@ -15,6 +15,7 @@ from research.attention.layer.linear import project, weight
 from research.attention.layer.norms import RMSNorm, normalize
 from research.attention.product import product
 from research.attention.spec import AttentionSpec, RopeSpec
+from research.metrics import Mean
 
 
 class Attention(hk.Module):
@@ -63,7 +64,7 @@ class Attention(hk.Module):
         positions: jax.Array,
         segments: jax.Array | None = None,
         prepared: jax.Array | None = None,
-    ) -> tuple[jax.Array, dict[str, indexer_loss.Mean]]:
+    ) -> tuple[jax.Array, dict[str, Mean]]:
         """Attends.
 
         Args:
