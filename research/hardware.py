@@ -1,4 +1,4 @@
-"""What TPU chips can do at best, for rooflines and utilisation.
+"""What TPU chips are, and can do at best, for blocks, rooflines and utilisation.
 
 Source: the specification tables of Cloud TPU's documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x,
 read on 2026-11-29); of v4, whose cores JAX shows one by one when it compiles ahead of time, and of TPU7x, a device is
@@ -6,6 +6,8 @@ half a chip.
 """
 
 import dataclasses
+
+LANES = 128  # of a TPU's vector unit: blocks are multiples of it
 
 
 @dataclasses.dataclass(frozen=True)

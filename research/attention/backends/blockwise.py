@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from research.attention import backends
 from research.attention import visibility as visibility_lib
 from research.attention.backends.dot_product import MASK_VALUE
-from research.attention.backends.splash.layout import round_up
 from research.attention.indexer import selection
+from research.attention.padding import pad, round_up
 from research.attention.product import precision_name, product
 
 # The fastest of 16 to 128 and 64 to 512 on a CPU (LOG.md); not tuned for a GPU.
@@ -133,15 +133,15 @@ class _Plan:
 
     def pad_tokens(self, x, value):
         """[B, S, ...] to [B, q_len, ...]."""
-        return _pad(x, 1, 0, self.q_len - self.seq_len, value)
+        return pad(x, 1, 0, self.q_len - self.seq_len, value)
 
     def pad_local(self, x, value=0):
         """[B, S, ...] to [B, reach + q_len, ...]."""
-        return _pad(x, 1, self.reach, self.q_len - self.seq_len, value)
+        return pad(x, 1, self.reach, self.q_len - self.seq_len, value)
 
     def pad_entries(self, x, axis, value=0):
         """C to whole blocks of entries along `axis`."""
-        return _pad(x, axis, 0, round_up(self.entries, self.block_kv) - self.entries, value)
+        return pad(x, axis, 0, round_up(self.entries, self.block_kv) - self.entries, value)
 
     def num_steps(self, block):
         """Blocks of entries that the queries of a block may see."""
@@ -317,9 +317,3 @@ def _slice(x, start, size):
 
 def _add_slice(x, update, start):
     return jax.lax.dynamic_update_slice_in_dim(x, _slice(x, start, len(update)) + update, start, axis=0)
-
-
-def _pad(x, axis, before, after, value):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (before, after)
-    return jnp.pad(x, widths, constant_values=value)

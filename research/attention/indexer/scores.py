@@ -7,9 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from research.attention.backends.splash.layout import LANES, round_up
 from research.attention.indexer import kernel as index_kernel
+from research.attention.padding import round_up
 from research.attention.product import product
+from research.hardware import LANES
 
 BACKENDS = ("xla", "pallas")
 _DEFAULT_HEADS = {"xla": 1, "pallas": 8}

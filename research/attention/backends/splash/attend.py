@@ -12,7 +12,9 @@ from research.attention.backends.splash import kernel as splash
 from research.attention.backends.splash import layout, schedules
 from research.attention.backends.splash.schedules import closed_form, scalar_memory
 from research.attention.indexer import selection
+from research.attention.padding import round_up
 from research.attention.product import precision_name
+from research.hardware import LANES
 
 _DEFAULT_BLOCK = 512
 _DEFAULT_VMEM_LIMIT_KIB = 98_304  # the compiler's own 16 MiB are too few for the backward kernel at head width 512
@@ -215,7 +217,7 @@ def kernel_of(visibility, seq_len: int, effective: backends.Effective) -> tuple[
 
 def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
     """The six block sizes: a size not given is its forward one's, or as large as is useful."""
-    longest = layout.round_up(seq_len, layout.LANES)
+    longest = round_up(seq_len, LANES)
     default = min(_DEFAULT_BLOCK, longest)
     blocks = {"block_q": options.block_q or default, "block_kv": options.block_kv or default}
     blocks["block_kv_compute"] = options.block_kv_compute or blocks["block_kv"]
@@ -223,8 +225,8 @@ def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
     blocks["block_kv_dkv"] = options.block_kv_dkv or blocks["block_kv"]
     blocks["block_kv_dkv_compute"] = options.block_kv_dkv_compute or blocks["block_kv_dkv"]
     for name, size in blocks.items():
-        if size <= 0 or size % layout.LANES:
-            raise ValueError(f"{name}={size}: must be 0 (chosen for you) or a positive multiple of {layout.LANES}")
+        if size <= 0 or size % LANES:
+            raise ValueError(f"{name}={size}: must be 0 (chosen for you) or a positive multiple of {LANES}")
         if size > longest:
             raise ValueError(f"{name}={size}: must be at most {longest}, the padded length of {seq_len} tokens")
     for name in ("block_kv", "block_kv_dkv"):

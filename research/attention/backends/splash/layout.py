@@ -18,14 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from research.attention import visibility as visibility_lib
+from research.attention.padding import pad, round_up
 
-LANES = 128  # a block is a multiple of the TPU's lane count
 _FEWEST_KEY_BLOCKS = 3
-
-
-def round_up(length: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `length`."""
-    return -(-length // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +60,23 @@ class Layout:
 
     def pad_queries(self, x: jax.Array, axis: int) -> jax.Array:
         """Pads `axis` from S to `q_len` with zeros."""
-        return _pad(x, axis, self.q_len, 0)
+        return pad(x, axis, 0, self.q_len - x.shape[axis], 0)
 
     def join_keys(self, local: jax.Array, compressed: jax.Array) -> jax.Array:
         """[B, S, D] and [B, C, D] to [B, kv_len, D]."""
-        local = _pad(local, 1, self.local_len, 0)
-        return jnp.concatenate([local, _pad(compressed, 1, self.compressed_len, 0)], axis=1)
+        local = pad(local, 1, 0, self.local_len - local.shape[1], 0)
+        return jnp.concatenate([local, pad(compressed, 1, 0, self.compressed_len - compressed.shape[1], 0)], axis=1)
 
     def segment_ids(self, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, S] to the ids of the rows [B, q_len] and columns [B, kv_len], to be compared for equality.
 
         Padded tokens see each other and themselves (see the module's docstring), straddling entries nobody.
         """
-        rows = _pad(segments, 1, self.q_len, visibility_lib.PADDING)
-        cols = _pad(segments, 1, self.local_len, visibility_lib.PADDING)
+        rows = pad(segments, 1, 0, self.q_len - segments.shape[1], visibility_lib.PADDING)
+        cols = pad(segments, 1, 0, self.local_len - segments.shape[1], visibility_lib.PADDING)
         if self.entries:
             of_entry = visibility_lib.entry_segments(segments, self.visibility.ratio)
-            of_entry = _pad(of_entry, 1, self.compressed_len, visibility_lib.STRADDLES)
+            of_entry = pad(of_entry, 1, 0, self.compressed_len - of_entry.shape[1], visibility_lib.STRADDLES)
             cols = jnp.concatenate([cols, of_entry], axis=1)
         return rows, cols
 
@@ -113,9 +108,3 @@ def make(
         local_len=max(round_up(q_len, kv_multiple), _FEWEST_KEY_BLOCKS * kv_multiple - compressed_len),
         compressed_len=compressed_len,
     )
-
-
-def _pad(x: jax.Array, axis: int, length: int, value: int) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=value)

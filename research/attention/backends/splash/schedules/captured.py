@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.attention.backends.splash import kernel as splash
-from research.attention.backends.splash.layout import LANES
+from research.hardware import LANES
 
 
 def kernel(layout, config, given=None):
