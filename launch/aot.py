@@ -7,7 +7,7 @@ are appended to `<run.root>/aot/<experiment>/results.jsonl` as they come; points
 versions, are not compiled again unless `--fresh`. `--search` tries the legal blocks and groups of heads for the
 experiment's own config instead of its sweep, prints those that no other beats in peak bytes, roofline and compile time,
 and writes the one with the lowest roofline, then the least memory, as a preset: `--preset=NAME` in a later run.
-Without it, overrides narrow the sweep or apply to all of its points, by the rule in `research/experiment.py`.
+Without it, overrides narrow the sweep or apply to all of its points, by the rule in `research/sweeps/experiment.py`.
 """
 
 import datetime

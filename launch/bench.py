@@ -3,7 +3,7 @@
 Every point runs alone: forward, backward, then both as one program. Results are appended to
 `<run.root>/bench/<experiment>/results.jsonl` as they come, a table is printed and sent to wandb at the end.
 Overrides of fields that the sweep sets narrow it, `--config.data.seq_len=8192`; others apply to all points and name the
-folder, `--config.bench.repeats=2`. The rule is in `research/experiment.py`.
+folder, `--config.bench.repeats=2`. The rule is in `research/sweeps/experiment.py`.
 """
 
 import datetime

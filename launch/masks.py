@@ -3,7 +3,7 @@
     python launch/masks.py --config=experiments/mask_strategies.py          # every splash point of a sweep
     python launch/masks.py --visibility=hca --schedule=closed_form --seq_len=1048576 --block=1024
 
-Overrides narrow the sweep or apply to all of its points, by the rule in `research/experiment.py`.
+Overrides narrow the sweep or apply to all of its points, by the rule in `research/sweeps/experiment.py`.
 `--json` prints one row a line instead of the table; `--plot=FILE.png` draws the blocks that the first one visits.
 A schedule whose lists do not fit the scalar memory of a TPU core is refused, with its count of blocks.
 """

@@ -1,8 +1,8 @@
 """Runs an experiment's sweep: `python launch/sweep.py --config=experiments/mask_strategies.py:demo`.
 
 Overrides of fields that the sweep sets narrow it to the points that have this value; others apply to all points and
-name the folder, `--config.train.steps=5`: `research/experiment.py` has the rule. A point that is after others starts
-when they have finished, and is skipped if one has not. Started again, it runs only what has not finished;
+name the folder, `--config.train.steps=5`: `research/sweeps/experiment.py` has the rule. A point that is after others
+starts when they have finished, and is skipped if one has not. Started again, it runs only what has not finished;
 `--fresh` runs everything again. Exits with 1 if a point failed or the results contradict the experiment's own check,
 with 2, before anything is run, if a point is invalid, and with 75 if a point was stopped: SIGTERM or Ctrl-C lets the
 running points save their step, starts no more, and records what is done; the same command goes on from there.
@@ -33,7 +33,7 @@ from research.training.run import FINISHED
 _TO = absl_flags.DEFINE_enum("to", "here", ["here", "slurm", "wandb"], "where the points are run")
 _FRESH = absl_flags.DEFINE_bool("fresh", False, "run the finished points again, too")
 _PARALLEL = absl_flags.DEFINE_integer("parallel", 0, "points at a time; 0: one here, as many as Slurm will there", 0)
-_JOB = absl_flags.DEFINE_multi_string("job", [], "a setting of Slurm jobs, NAME=VALUE; see research/slurm.py")
+_JOB = absl_flags.DEFINE_multi_string("job", [], "a setting of Slurm jobs, NAME=VALUE; see research/sweeps/slurm.py")
 _CREATE = absl_flags.DEFINE_bool("create", False, "register the sweep with wandb")
 _PLATFORM = absl_flags.DEFINE_enum(
     "platform", None, ["cpu", "gpu", "tpu"], "where points run, if not on a machine like this"

@@ -12,7 +12,7 @@ import jax
 import ml_collections
 
 from research import data as data_lib
-from research import hardware as chips
+from research import hardware
 from research.attention import backends
 from research.attention.spec import ANGLES, KINDS, STAGES
 from research.errors import ConfigError
@@ -73,7 +73,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.attention.index_entries_at_once = 0
     config.attention.sinks = True  # one learned sink per head
     config.attention.csa_stage = "sparse"  # dense, warmup, sparse: `spec.STAGES`
-    config.attention.indexer_loss_weight = 1.0  # of the mean over CSA layers of `indexer_loss`; 0 leaves it out
+    config.attention.indexer_loss_weight = 1.0  # of the mean over CSA layers of `indexer.loss`; 0 leaves it out
 
     config.rope = ml_collections.ConfigDict()
     config.rope.theta = 10_000.0  # sliding layers
@@ -126,7 +126,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.bench.timeout_minutes = 10.0  # for one point of a sweep, after which it is a row that says so
 
     config.aot = ml_collections.ConfigDict()
-    config.aot.topology = "v5p:2x2x1"  # chip and mesh to compile for, one device of it: `measure.chips`
+    config.aot.topology = "v5p:2x2x1"  # chip and mesh to compile for, one device of it: `research.hardware`
     config.aot.what = ("op",)  # op: one attention; layer: with its projections; step: an update of the whole model
     config.aot.timeout_minutes = 10.0  # for one program
 
@@ -343,7 +343,7 @@ def _check_training(config) -> None:
     _positive(config.aot, "aot", "timeout_minutes")
     if not config.aot.what or not set(config.aot.what) <= set(AOT_WHAT):
         raise _error("aot.what", config.aot.what, f"a non-empty tuple with members among {', '.join(AOT_WHAT)}")
-    _one_of("aot.topology", config.aot.topology.partition(":")[0], chips.NAMES)
+    _one_of("aot.topology", config.aot.topology.partition(":")[0], hardware.NAMES)
     _one_of("wandb.mode", config.wandb.mode, WANDB_MODES)
 
 

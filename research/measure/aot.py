@@ -24,11 +24,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from research import config as config_lib
-from research import errors
-from research import hardware as chips
+from research import errors, hardware
 from research.attention import backends
-from research.attention.backends.splash import attend as splash
-from research.attention.backends.splash import schedules
+from research.attention.backends.splash import attend, schedules
 from research.attention.layer.attention import Attention
 from research.measure import apart, op, roofline
 from research.model import language_model
@@ -87,9 +85,9 @@ def plan(target: str, common: experiment.Overrides) -> list[tuple[experiment.Ove
     return list(points.values())
 
 
-def chip_of(topology: str) -> chips.Chip:
+def chip_of(topology: str) -> hardware.Chip:
     """The chip in the name of a topology."""
-    return next(chip for chip in chips.CHIPS.values() if chip.name == topology.partition(":")[0])
+    return next(chip for chip in hardware.CHIPS.values() if chip.name == topology.partition(":")[0])
 
 
 def of_config(config: ml_collections.ConfigDict) -> list[Point]:
@@ -208,7 +206,7 @@ def _resolve(point: Point, spec: model_spec.ModelSpec) -> tuple[dict[str, backen
         settings = backend.resolve(visibility, *shape, spec.attention.options(kind), **how)
         effective[kind] = {"backend": spec.attention.backend, **settings}
         if spec.attention.backend == "splash" and (build := schedules.TABLE[settings["schedule"]].host):
-            build(*splash.kernel_of(visibility, point.seq_len, settings))
+            build(*attend.kernel_of(visibility, point.seq_len, settings))
     return effective, {"schedule_seconds": time.perf_counter() - start}
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.attention import backends
-from research.attention.backends.splash import attend as splash
+from research.attention.backends.splash import attend
 from research.attention.backends.splash.schedules import closed_form
 from research.hardware import Chip
 from research.measure.op import PRODUCTS, Point, useful_flops
@@ -82,7 +82,7 @@ def of_index(batch: int, seq_len: int, entries: int, index_heads: int, index_wid
 def _splash(point: Point, effective: backends.Effective):
     """Products, pairs and bytes of the forward and of the backward kernel, a head."""
     visibility = point.visibility
-    lay, config = splash.kernel_of(visibility, point.seq_len, effective)
+    lay, config = attend.kernel_of(visibility, point.seq_len, effective)
     (first, _), (second, _) = closed_form.schedules(lay, config)
     size, width = jnp.dtype(point.dtype).itemsize, point.head_width
     q_bytes, kv_bytes = lay.q_len * width * size, lay.kv_len * width * size

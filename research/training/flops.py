@@ -3,7 +3,7 @@
 import haiku as hk
 import jax
 
-from research import hardware as chips
+from research import hardware
 from research.attention.visibility import HeavilyCompressed, SlidingWindow
 from research.model.spec import ModelSpec
 from research.training.optimizer import group
@@ -53,7 +53,7 @@ def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
 
 def utilisation(flops_per_second: float) -> dict[str, float]:
     """Model FLOPs utilisation as `mfu`: over the bfloat16 peak of all devices; empty where that is not known."""
-    chip = chips.of_device(jax.devices()[0].device_kind)
+    chip = hardware.of_device(jax.devices()[0].device_kind)
     return {} if chip is None else {"mfu": mfu(flops_per_second, chip.flops * jax.device_count())}
 
 

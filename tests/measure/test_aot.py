@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from research import hardware as chips
+from research import hardware
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from research.config import ConfigError, base_config
@@ -73,12 +73,12 @@ def test_the_config_of_a_point_holds_its_settings():
 
 
 def test_chips_are_devices_as_jax_shows_them():
-    by_name = {chip.name: chip for chip in chips.CHIPS.values()}
+    by_name = {chip.name: chip for chip in hardware.CHIPS.values()}
     assert by_name["v5p"].flops == 459e12
     assert by_name["v5p"].hbm_bytes == 95 * 2**30
     assert by_name["tpu7x"].bandwidth == 3690e9  # half a chip
-    assert chips.of_device("TPU v6 lite").name == "v6e"
-    assert chips.of_device("cpu") is None
+    assert hardware.of_device("TPU v6 lite").name == "v6e"
+    assert hardware.of_device("cpu") is None
 
 
 @pytest.mark.parametrize("visibility", [SlidingWindow(100), HeavilyCompressed(128, 128)])
@@ -104,7 +104,7 @@ def test_dense_attention_schedules_every_pair():
 
 
 def test_the_slower_side_bounds():
-    chip = chips.Chip("one", flops=10.0, bandwidth=2.0, hbm_bytes=1)
+    chip = hardware.Chip("one", flops=10.0, bandwidth=2.0, hbm_bytes=1)
     slow = roofline.bound(roofline.Cost(30.0, 5.0, 4.0), chip)
     assert (slow["roofline_seconds"], slow["bound"]) == (3.0, "compute")
     assert roofline.bound(roofline.Cost(30.0, 5.0, 8.0), chip)["bound"] == "memory"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from research import hardware as chips
+from research import hardware
 from research.attention.indexer import scores as index_scores
 from research.config import ConfigError, base_config
 from research.model import spec as model_spec
@@ -124,7 +124,7 @@ def test_scores_cost_what_the_compiler_counts():
 
 def test_utilisation_is_told_for_chips_that_are_known(monkeypatch):
     assert flops.utilisation(1e12) == {}
-    monkeypatch.setattr(chips, "of_device", lambda kind: chips.CHIPS["TPU v5"] if kind == "cpu" else None)
+    monkeypatch.setattr(hardware, "of_device", lambda kind: hardware.CHIPS["TPU v5"] if kind == "cpu" else None)
     assert flops.utilisation(459e12 / 4) == {"mfu": 0.25}
 
 

@@ -40,8 +40,8 @@ class Options:
     """What a user may ask of a backend; the default of each field leaves the choice to the backend.
 
     Attributes:
-      schedule: list of key blocks the kernel visits, by name (`research/attention/schedules`; CSA under blockwise:
-        stream or gather).
+      schedule: list of key blocks the kernel visits, by name (`research/attention/backends/splash/schedules`; CSA
+        under blockwise: stream or gather).
       block_q: queries per block of the forward kernel.
       block_kv: keys per block of the forward kernel.
       block_kv_compute: keys per matrix product inside a forward block.

@@ -74,7 +74,7 @@ class Attention(hk.Module):
           prepared: what the backend's `prepare` made of the same visibility, segments and options, if anything.
 
         Returns:
-          [B, S, E] in the layer's dtype, 0 where nothing is seen; and of CSA's indexer what `indexer_loss.measure` says
+          [B, S, E] in the layer's dtype, 0 where nothing is seen; and of CSA's indexer what `indexer.loss.measure` says
           when measuring, its "kl" alone when it is trained, else nothing.
 
         Raises:

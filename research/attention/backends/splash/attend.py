@@ -45,7 +45,7 @@ def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True,
         "dq_dtype": jnp.dtype(dtype).name if few else "float32",
         "q_len": lay.q_len,
         "kv_len": lay.kv_len,
-        "use_base2_exp": False,  # it would cost q a second rounding: see `tokamax_splash`
+        "use_base2_exp": False,  # it would cost q a second rounding: see `splash.kernel`
         "heads_per_call": at_once or heads,
         "vmem_limit_kib": options.vmem_limit_kib or _DEFAULT_VMEM_LIMIT_KIB,
         "precision": precision_name(dtype),
