@@ -22,6 +22,7 @@ import pathlib
 
 import ml_collections
 
+from analysis.recall import trained
 from experiments import mask_strategies
 from research.config import base_config
 from research.data.recall import CHANCE
@@ -95,11 +96,6 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     sizes = (128, 256) if local else (256, 512)
     strategies = mask_strategies.strategies(brief["model.layers"], ("static", "dynamic"), sizes, brief["data.seq_len"])
     return [*patterns, *(recall | pattern for pattern in patterns), *(brief | strategy for strategy in strategies)]
-
-
-def trained(rows: list[experiment.Row]) -> list[experiment.Row]:
-    """The rows of models that learned to the end; those that compare mask strategies did not."""
-    return [row for row in rows if row["status"] == "ok" and "attention.backend" not in row["overrides"]]
 
 
 def check(rows: list[experiment.Row]) -> list[str]:

@@ -24,7 +24,7 @@ from absl import flags as absl_flags
 from analysis import aot as pictures
 from analysis import frame
 from launch import flags
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.measure import aot, search
 from research.runs import files, tracking
 from research.runs.folder import environment, record_start

@@ -11,8 +11,9 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from research import errors, exits
-from research.config import ConfigError, check_precision
+from research import errors, exits, fields
+from research.config import check_precision
+from research.errors import ConfigError
 from research.runs import files
 from research.sweeps import experiment
 
@@ -59,17 +60,17 @@ def config() -> ml_collections.ConfigDict:
     """The experiment's config with the preset's and the command line's overrides."""
     chosen = _CONFIG.value
     if _PRESET.value:
-        experiment.override(chosen, overrides())
+        fields.override(chosen, overrides())
     return chosen
 
 
-def overrides() -> experiment.Overrides:
+def overrides() -> fields.Overrides:
     """The preset's and the command line's overrides by dotted name."""
     given = config_flags.get_override_values(flags.FLAGS["config"])
     return (_preset(_CONFIG.value, _PRESET.value) if _PRESET.value else {}) | given
 
 
-def save_preset(config: ml_collections.ConfigDict, name: str, settings: experiment.Overrides) -> pathlib.Path:
+def save_preset(config: ml_collections.ConfigDict, name: str, settings: fields.Overrides) -> pathlib.Path:
     """Saves overrides for `--preset=NAME`, and returns the file."""
     path = _preset_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def save_preset(config: ml_collections.ConfigDict, name: str, settings: experime
     return path
 
 
-def _preset(config: ml_collections.ConfigDict, name: str) -> experiment.Overrides:
+def _preset(config: ml_collections.ConfigDict, name: str) -> fields.Overrides:
     path = _preset_path(config, name)
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
@@ -125,7 +126,7 @@ def check(arguments: Sequence[str]) -> None:
             module, arg = experiment.load(match[1] or following)
             chosen = module.get_config(arg)
         elif (match := _OVERRIDE.fullmatch(argument)) and chosen is not None:
-            experiment.check_name(chosen, match[1])
+            fields.check_name(chosen, match[1])
 
 
 def _take(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -19,8 +19,9 @@ from absl import flags as absl_flags
 from analysis import blocks
 from launch import flags
 from research import config as config_lib
+from research import fields
 from research.attention import backends, spec
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.measure import masks
 from research.model import spec as model_spec
 from research.sweeps import experiment
@@ -79,7 +80,7 @@ def _sweep_requests(console: rich.console.Console) -> list[masks.Request]:
     requests = {}
     for point in experiment.points(flags.target(), flags.overrides()):
         config = module.get_config(arg)
-        experiment.override(config, flags.overrides() | point.overrides)
+        fields.override(config, flags.overrides() | point.overrides)
         layers = model_spec.from_config(config, "tpu").attention
         if layers.backend != "splash":
             continue

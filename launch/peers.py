@@ -14,7 +14,8 @@ from absl import app, flags
 
 from research import errors
 from research.attention.spec import KINDS
-from research.config import ConfigError, check_precision
+from research.config import check_precision
+from research.errors import ConfigError
 from research.measure import peers
 
 _LENGTHS = flags.DEFINE_list("lengths", ["1024", "4096", "8192"], "sequence lengths")

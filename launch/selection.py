@@ -13,7 +13,8 @@ import rich.table
 from absl import app, flags
 
 from research import errors
-from research.config import ConfigError, check_precision
+from research.config import check_precision
+from research.errors import ConfigError
 from research.measure import selecting
 
 _LENGTHS = flags.DEFINE_list("lengths", ["4096", "8192", "16384"], "sequence lengths")

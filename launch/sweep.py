@@ -25,7 +25,7 @@ from absl import flags as absl_flags
 from analysis import plot, table
 from launch import flags
 from research import errors, exits
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.runs import files
 from research.sweeps import agents, experiment, slurm, sweep
 from research.training.run import FINISHED

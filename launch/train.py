@@ -21,6 +21,7 @@ import rich.console
 from absl import flags as absl_flags
 
 from launch import flags
+from research import fields
 from research.parallel import batch as parallel
 from research.runs.folder import SUMMARY
 from research.sweeps import experiment
@@ -53,7 +54,7 @@ def ending(summary: dict[str, Any]) -> str:
     return f"{losses}, {summary['step_seconds']:.3f} s/step, {summary['tokens_per_second']:,.0f} tokens/s"
 
 
-def default_id(target: str, overrides: experiment.Overrides) -> str:
+def default_id(target: str, overrides: fields.Overrides) -> str:
     """Date, experiment and overrides: `20260131-235959-mask_strategies-demo-block_q=256`.
 
     Under an agent of wandb its sweep and run stand for the date, so that a run it starts again finds its checkpoint.

@@ -10,14 +10,14 @@ import pytest
 import rich.console
 
 from research import config as config_lib
-from research import data
+from research import data, fields
 from research.attention import backends
 from research.attention.backends.splash import schedules
 from research.attention.spec import AttentionSpec, RopeSpec
-from research.config import ConfigError, base_config, validate
+from research.config import base_config, validate
 from research.data import PackingSpec
+from research.errors import ConfigError
 from research.model import spec as model_spec
-from research.sweeps import experiment
 from research.training import report, run
 from tests import tiny
 
@@ -27,15 +27,15 @@ RESEARCH = str(ROOT / "research")
 
 def changed(overrides):
     config = base_config()
-    experiment.override(config, overrides)
+    fields.override(config, overrides)
     return config
 
 
 def test_no_field_is_none_and_all_can_be_overridden():
-    for name in experiment.field_names(base_config()):
-        setting = experiment.value(base_config(), name)
+    for name in fields.field_names(base_config()):
+        setting = fields.value(base_config(), name)
         assert isinstance(setting, bool | int | float | str | tuple), name
-        experiment.override(base_config(), {name: setting})
+        fields.override(base_config(), {name: setting})
 
 
 def test_misspelled_field_cannot_be_set():
@@ -128,7 +128,7 @@ def test_every_field_is_read(monkeypatch, tmp_path):
     config_lib.effective(config)
     config.data.task = "needle"
     data.task(config)
-    assert set(experiment.field_names(config)) - reads - written_reads() == {"train.read_by_nobody"}
+    assert set(fields.field_names(config)) - reads - written_reads() == {"train.read_by_nobody"}
 
 
 PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
@@ -287,7 +287,7 @@ def test_every_number_has_a_bad_value_above():
     free |= {"wandb.project", "train.start_from"}  # any text or truth value will do
     refused = {re.match(r"[a-z0-9_.]+", message.replace("\\", ""))[0] for _, message in REFUSED}
     alike = {f"attention.{name}" for name in backends.Options.__dataclass_fields__ if name.startswith("block_")}
-    assert set(experiment.field_names(base_config())) == refused | free | alike
+    assert set(fields.field_names(base_config())) == refused | free | alike
 
 
 def test_base_config_is_valid_at_once_and_compiles_nothing():

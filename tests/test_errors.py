@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from research import errors
-from research.config import ConfigError
+from research.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from IPython.display import Image, display  # noqa: E402
 
 from analysis import plot, recall, style  # noqa: E402
-from experiments.recall import trained  # noqa: E402
+from analysis.recall import trained  # noqa: E402
 from research.runs import files  # noqa: E402
 from research.training import accuracy  # noqa: E402
 

@@ -24,14 +24,14 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from research import config as config_lib
-from research import errors, hardware
+from research import errors, fields, hardware
 from research.attention import backends
 from research.attention.backends.splash import attend, schedules
 from research.attention.layer.attention import Attention
 from research.measure import apart, op, roofline
 from research.model import language_model
 from research.model import spec as model_spec
-from research.sweeps import experiment, sweep
+from research.sweeps import sweep
 from research.training import optimizer as optimizer_lib
 from research.training import step as step_lib
 
@@ -66,13 +66,13 @@ class Point:
     def config(self) -> ml_collections.ConfigDict:
         """A full config in which the point's settings hold."""
         config = config_lib.base_config()
-        for group, fields in json.loads(self.settings).items():
-            config[group].update(fields)
+        for group, settings in json.loads(self.settings).items():
+            config[group].update(settings)
         config.data.seq_len, config.data.batch_size = self.seq_len, self.batch
         return config
 
 
-def plan(target: str, common: experiment.Overrides) -> list[tuple[experiment.Overrides, Point, float]]:
+def plan(target: str, common: fields.Overrides) -> list[tuple[fields.Overrides, Point, float]]:
     """The distinct points of an experiment's sweep, each with its overrides and time-out in seconds.
 
     Raises:

@@ -5,14 +5,13 @@ from typing import Any
 
 import ml_collections
 
+from research import fields
 from research.measure import apart, op
 from research.model import spec as model_spec
-from research.sweeps import experiment, sweep
+from research.sweeps import sweep
 
 
-def plan(
-    target: str, common: experiment.Overrides, platform: str
-) -> list[tuple[experiment.Overrides, op.Point, float]]:
+def plan(target: str, common: fields.Overrides, platform: str) -> list[tuple[fields.Overrides, op.Point, float]]:
     """The distinct points, each with its overrides and time-out in seconds; all are checked before any is run.
 
     Raises:

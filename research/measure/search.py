@@ -6,17 +6,17 @@ from typing import Any
 import ml_collections
 
 from research import config as config_lib
-from research.config import ConfigError
+from research import fields
+from research.errors import ConfigError
 from research.measure import aot, roofline
 from research.model import spec as model_spec
-from research.sweeps import experiment
 
 SIZES = (128, 256, 512, 1024, 2048)
 _KEPT = 4  # pairs of blocks of each kernel that are compiled, of those with the lowest roofline
 _BEATS = ("peak_bytes", "roofline_seconds", "compile_seconds")
 
 
-def plan(config: ml_collections.ConfigDict) -> list[tuple[experiment.Overrides, aot.Point, float]]:
+def plan(config: ml_collections.ConfigDict) -> list[tuple[fields.Overrides, aot.Point, float]]:
     """Settings to be compiled for a config with one kind of layer, as `aot.plan` gives them.
 
     Of all legal pairs of blocks those with the lowest rooflines, forward and backward apart, in every combination, each
@@ -43,7 +43,7 @@ def plan(config: ml_collections.ConfigDict) -> list[tuple[experiment.Overrides, 
                 "attention.heads_per_call": group,
             }
             chosen = config.copy_and_resolve_references()
-            experiment.override(chosen, overrides)
+            fields.override(chosen, overrides)
             chosen.aot.what = ("op",)
             planned += [(overrides, point, config.aot.timeout_minutes * 60) for point in aot.of_config(chosen)]
     return planned

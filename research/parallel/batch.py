@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.metrics import Mean
 
 AXIS = "batch"

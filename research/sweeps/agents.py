@@ -11,7 +11,7 @@ from typing import Any
 import ml_collections
 import wandb
 
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.sweeps import sweep
 from research.sweeps.experiment import Overrides, as_flags
 

@@ -29,9 +29,9 @@ from typing import Any
 
 import ml_collections
 
-from research.config import ConfigError
+from research.errors import ConfigError
+from research.fields import Overrides, override, value
 
-Overrides = dict[str, Any]
 Row = dict[str, Any]  # a point of a sweep with its summary; see `research.sweeps.sweep.run_point`
 
 _LONGEST_LABEL = 120  # a folder's name may have 255 bytes
@@ -193,51 +193,6 @@ def _alternatives(values: list[Any]) -> str:
     """Each value once: `64, 128 or 256`."""
     *others, last = dict.fromkeys(map(str, values))
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def check_name(config: ml_collections.ConfigDict, name: str) -> None:
-    """Raises ConfigError unless `name` is the dotted name of a field; names the nearest ones."""
-    fields = field_names(config)
-    if name in fields:
-        return
-    below = [field for field in fields if field.startswith(f"{name}.")]
-    if below:
-        raise ConfigError(f"config.{name}: is a group and cannot be replaced as a whole; set one of {', '.join(below)}")
-    nearest = difflib.get_close_matches(name, fields, n=3, cutoff=0.0)
-    raise ConfigError(f"config.{name}: no such field; the nearest are {', '.join(nearest)}")
-
-
-def field_names(config: ml_collections.ConfigDict) -> list[str]:
-    """Dotted names of all fields."""
-    names = []
-    for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict):
-            names += [f"{name}.{below}" for below in field_names(value)]
-        else:
-            names.append(name)
-    return names
-
-
-def value(config: ml_collections.ConfigDict, name: str) -> Any:
-    """The field of that dotted name."""
-    for part in name.split("."):
-        config = config[part]
-    return config
-
-
-def override(config: ml_collections.ConfigDict, overrides: Overrides) -> None:
-    """Sets fields of a config by dotted name, as `--config.name=value` would.
-
-    Raises:
-      ConfigError: there is no such field, or the value is of another type.
-    """
-    for name, setting in overrides.items():
-        check_name(config, name)
-        expected = type(value(config, name))
-        # A float may be written as 1; anything else must be what the command line would have parsed.
-        if type(setting) is not expected and not (expected is float and type(setting) is int):
-            raise ConfigError(f"config.{name}={setting!r}: must be of type {expected.__name__}")
-        config.update_from_flattened_dict({name: setting})
 
 
 def as_flags(overrides: Overrides) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import submitit
 
 from research import errors, exits
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.runs import files
 from research.runs.folder import SUMMARY, in_use
 from research.sweeps import children, sweep

@@ -18,12 +18,12 @@ from typing import Any
 
 import ml_collections
 
-from research import errors, exits
-from research.config import ConfigError, validate
+from research import errors, exits, fields
+from research.config import validate
+from research.errors import ConfigError
 from research.runs import files
-from research.runs.folder import CONFIG, SUMMARY, in_use
+from research.runs.folder import CONFIG, FINISHED, SUMMARY, in_use
 from research.sweeps import children, experiment
-from research.training import run as run_lib
 
 Note = Callable[[int, str], None]  # is told what happens to the point at a place
 FINISHED_BEFORE = "finished before"
@@ -34,7 +34,7 @@ _FORESEEN = (
     *(errors.UNREACHABLE, errors.INTERRUPTED, errors.IN_USE, errors.DAMAGED),
 )
 
-_TRAIN = pathlib.Path(__file__).parents[1] / "launch" / "train.py"
+_TRAIN = pathlib.Path(__file__).parents[2] / "launch" / "train.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Point:
       after: the labels of points that must have finished before it starts; their folders lie beside its own.
     """
 
-    overrides: experiment.Overrides
+    overrides: fields.Overrides
     folder: pathlib.Path
     layers: tuple[str, ...]
     command: tuple[str, ...]
@@ -58,7 +58,7 @@ class Point:
     after: tuple[str, ...] = ()
 
 
-def plan(target: str, common: experiment.Overrides, platform: str, fresh: bool) -> list[Point]:
+def plan(target: str, common: fields.Overrides, platform: str, fresh: bool) -> list[Point]:
     """The points of a sweep, each checked before any is run.
 
     Args:
@@ -100,7 +100,7 @@ def held_back(point: Point) -> tuple[str, str] | None:
     """The first point that this one is after and that has not finished well, and how that stands; None: it may run."""
     for name in point.after:
         status = files.read_json(point.folder.parent / name / SUMMARY).get("status", "not run")
-        if status != run_lib.FINISHED:
+        if status != FINISHED:
             return name, status
     return None
 
@@ -111,8 +111,8 @@ def skipped(point: Point, name: str, status: str) -> experiment.Row:
 
 
 def configs(
-    target: str, common: experiment.Overrides, platform: str, *, checks_memory: bool = True
-) -> list[tuple[experiment.Overrides, ml_collections.ConfigDict]]:
+    target: str, common: fields.Overrides, platform: str, *, checks_memory: bool = True
+) -> list[tuple[fields.Overrides, ml_collections.ConfigDict]]:
     """The points of a sweep as overrides and configs, each checked; `common` as in `plan`, the rest as in `validate`.
 
     Raises:
@@ -123,7 +123,7 @@ def configs(
     for point in experiment.points(target, common):
         config = module.get_config(arg)
         try:
-            experiment.override(config, common | point.overrides)
+            fields.override(config, common | point.overrides)
             validate(config, platform, checks_memory=checks_memory)
             found.append((point.overrides, config))
         except (ConfigError, NotImplementedError) as error:
@@ -135,7 +135,7 @@ def configs(
 
 def _point(target, config, common, point, platform, fresh) -> Point:
     overrides = point.overrides
-    experiment.override(config, common | overrides)
+    fields.override(config, common | overrides)
     validate(config, platform)
     root = pathlib.Path(config.run.root) / folder_name(target, common)
     place = {"run.root": str(root), "run.id": point.label}
@@ -143,14 +143,14 @@ def _point(target, config, common, point, platform, fresh) -> Point:
     flags = experiment.as_flags(common | overrides | place)
     summary = {} if fresh else files.read_json(folder / SUMMARY)
     stored = {} if fresh else files.read_json(folder / CONFIG)
-    if stored and (changed := run_lib.differences(stored, run_lib.as_json(config))):
+    if stored and (changed := fields.differences(stored, fields.as_json(config))):
         raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
     command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
-    finished = summary.get("status") == run_lib.FINISHED
+    finished = summary.get("status") == FINISHED
     return Point(overrides, folder, config.model.layers, command, finished, point.after)
 
 
-def folder_name(target: str, common: experiment.Overrides) -> str:
+def folder_name(target: str, common: fields.Overrides) -> str:
     """The folder of a sweep below `run.root`: experiment, argument, and overrides of fields that no point sets.
 
     The others only choose among its points, which lie in one folder however they were chosen.
@@ -159,7 +159,7 @@ def folder_name(target: str, common: experiment.Overrides) -> str:
     return full_name(target, {name: setting for name, setting in common.items() if name not in swept})
 
 
-def full_name(target: str, common: experiment.Overrides) -> str:
+def full_name(target: str, common: fields.Overrides) -> str:
     """Experiment, argument, and all overrides."""
     path, _, arg = target.partition(":")
     return "-".join(part for part in (pathlib.Path(path).stem, arg, experiment.label(common)) if part)

@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 from research import config as config_lib
 from research import errors
 from research.errors import ConfigError
+from research.fields import Overrides
 from research.parallel.agreement import together
 from research.runs import checkpoints, tracking
 from research.runs import folder as folder_lib
-from research.sweeps.experiment import Overrides
 from research.training import flops, inspection, profile, report
 from research.training.interruption import Interruption
 from research.training.trainer import Trainer

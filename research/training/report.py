@@ -13,8 +13,8 @@ import rich.console
 import rich.progress
 import rich.table
 
+from research import fields
 from research.config import base_config
-from research.sweeps import experiment
 from research.training.step import State
 
 
@@ -96,8 +96,8 @@ _SHOWN = {
 def _config_table(config: ml_collections.ConfigDict) -> rich.table.Table:
     base = base_config()
     table = rich.table.Table("field", "base", "this run", title="config, where it differs from the base", box=_BOX)
-    for name in experiment.field_names(config):
-        was, is_now = experiment.value(base, name), experiment.value(config, name)
+    for name in fields.field_names(config):
+        was, is_now = fields.value(base, name), fields.value(config, name)
         if was != is_now:
             table.add_row(name, str(was), str(is_now))
     return table

@@ -1,27 +1,24 @@
 """A run and its folder: a config is trained once, resumed when killed, and its failure recorded."""
 
 import contextlib
-import json
 import pathlib
 from typing import Any
 
 import ml_collections
 import rich.console
 
-from research import errors
-from research.config import base_config
+from research import errors, fields
 from research.errors import ConfigError
+from research.fields import Overrides
 from research.parallel.agreement import together
 from research.runs import files
 from research.runs.folder import CONFIG, FINISHED, SUMMARY, is_writer, owned
-from research.sweeps.experiment import Overrides
 from research.training import loop
 
 # What a run may go on with although it differs from what it was started with.
 _MAY_CHANGE = tuple(
     f"train.{name}" for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_last", "keep_best")
 )
-_NOT_COMPARED = ("run", "wandb", "profile", "distributed")  # where a run is done and recorded
 
 
 def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.console.Console) -> dict[str, Any]:
@@ -61,50 +58,15 @@ def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.c
         return summary
 
 
-def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """How two configs, as JSON, differ in what they compute; where they run and record it does not count.
-
-    A field that one of them lacks, since it is from another version, has its default there.
-    """
-    absent = "no such field"
-    there, here = (_defaults() | flat(config) for config in (there, here))
-    return [
-        f"{name}: {there.get(name, absent)!r} there, {here.get(name, absent)!r} here"
-        for name in sorted(there.keys() | here.keys())
-        if _compared(name) and there.get(name, absent) != here.get(name, absent)
-    ]
-
-
-def as_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The config as `config.json` holds it: tuples are lists."""
-    return json.loads(config.to_json_best_effort())
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config, as JSON, by dotted name."""
-    found = {}
-    for name, value in config.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
-
-
-def _defaults() -> dict[str, Any]:
-    return flat(as_json(base_config()))
-
-
-def _compared(name: str) -> bool:
-    return name.partition(".")[0] not in _NOT_COMPARED
-
-
 def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich.console.Console) -> dict[str, Any]:
     """Makes the folder this config's, and returns the summary of a run that ended in it well, else {}.
 
     Raises:
       ConfigError: it is another config's.
     """
-    there, here = files.read_json(folder / CONFIG), as_json(config)
+    there, here = files.read_json(folder / CONFIG), fields.as_json(config)
     summary = files.read_json(folder / SUMMARY)
-    changed = differences(there, here) if there else []
+    changed = fields.differences(there, here) if there else []
     if any(not change.startswith(_MAY_CHANGE) for change in changed):
         raise ConfigError(
             f"config.run.id={config.run.id!r}: {folder} holds a run with other settings ({'; '.join(changed)}); "
@@ -112,8 +74,8 @@ def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: ric
         )
     for change in changed:
         console.print(f"goes on with another {change}", soft_wrap=True)
-    for name, default in _defaults().items() if there else ():
-        if _compared(name) and name not in flat(there):
+    for name, default in fields.defaults().items() if there else ():
+        if fields.compared(name) and name not in fields.flat(there):
             console.print(f"config.{name}: newer than the run; its default {default!r} is assumed", soft_wrap=True)
     if is_writer():
         files.write_json(folder / CONFIG, here)

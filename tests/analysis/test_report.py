@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from analysis import collect, report
-from research.config import ConfigError
+from research.errors import ConfigError
 
 CONFIG = {"seed": 0, "model": {"layers": ["hca"], "hidden": 64}, "run": {"root": "<runs> & more"}}
 OK = {"status": "ok", "final_loss": 2.0, "val_loss": 2.1, "step_seconds": 0.125, "temp_bytes": 5 * 2**20}

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from research import config as config_lib
-from research import data
-from research.config import ConfigError
+from research import data, fields
 from research.data.packing import NO_TARGET
 from research.data.recall import Recall, ranges
-from research.sweeps import experiment
+from research.errors import ConfigError
 
 
 def make(task="recall", seq_len=64, pairs=6, seed=0):
@@ -117,7 +116,7 @@ def test_iterator_goes_on_where_it_was():
 
 def test_is_built_from_a_config():
     config = config_lib.base_config()
-    experiment.override(config, {"data.task": "recall", "data.pairs": 3, "data.seq_len": 40, "seed": 9})
+    fields.override(config, {"data.task": "recall", "data.pairs": 3, "data.seq_len": 40, "seed": 9})
     assert data.build(config, 1) == Recall("recall", 40, 4, 3, 9)
 
 
@@ -135,6 +134,6 @@ def test_is_built_from_a_config():
 )
 def test_settings_that_mean_nothing_are_refused(overrides, message):
     config = config_lib.base_config()
-    experiment.override(config, overrides)
+    fields.override(config, overrides)
     with pytest.raises(ConfigError, match=message):
         config_lib.validate(config, "cpu")

@@ -9,6 +9,7 @@ from ml_collections import config_flags
 
 from analysis import plot
 from research import config as config_lib
+from research import fields
 from research.sweeps import experiment
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_config_and_every_sweep_point_validate(name, arg):
     asks_compiler = hasattr(module, "report_aot")
     for point in points:
         config = module.get_config(arg)
-        experiment.override(config, point)
+        fields.override(config, point)
         config_lib.validate(config, platform(arg), checks_memory=not asks_compiler)
 
 
@@ -51,7 +52,7 @@ def test_points_arrive_through_the_command_line_unchanged(name, arg):
         holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
         values(argv)
         expected = module.get_config(arg)
-        experiment.override(expected, point)
+        fields.override(expected, point)
         assert holder.value.to_dict() == expected.to_dict()
 
 

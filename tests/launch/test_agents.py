@@ -18,7 +18,8 @@ from wandb import wandb_agent
 from wandb.sdk.launch.sweeps import utils as sweep_utils
 
 from launch import flags
-from research.config import ConfigError
+from research import fields
+from research.errors import ConfigError
 from research.sweeps import agents, experiment, sweep
 from tests import tiny
 from tests.experiments.test_experiments import CASES, MODULES, platform
@@ -110,7 +111,7 @@ def test_agents_run_the_points_of_the_sweep(name, arg, tmp_path, monkeypatch):
         assert [command[0], interpreter, command[2]] == ["/usr/bin/env", sys.executable, "launch/train.py"]
         config, recorded = parsed(command)
         expected = module.get_config(arg)
-        experiment.override(expected, common | overrides)
+        fields.override(expected, common | overrides)
         assert config.to_dict() == expected.to_dict()
         assert recorded == common | overrides
 
@@ -153,7 +154,7 @@ def test_parameters_added_by_hand_arrive(name, written, expected, monkeypatch):
     config, recorded = parsed(expanded(described(TINY, {}), given, monkeypatch))
     assert recorded == {name: expected}
     assert type(recorded[name]) is type(expected)
-    assert experiment.value(config, name) == expected
+    assert fields.value(config, name) == expected
 
 
 def test_parameter_that_the_point_sets_is_refused(monkeypatch):

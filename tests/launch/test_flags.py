@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from launch import flags, train
-from research.config import ConfigError
+from research.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 TARGET = f"--config={ROOT}/tests/tiny.py"

@@ -11,7 +11,7 @@ import yaml
 
 from launch import flags
 from research import exits
-from research.config import ConfigError
+from research.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 GRID = "--config=tests/points.py:grid"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from research import exits
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.sweeps import agents, slurm, sweep
 from tests import tiny
 from tests.launch import conftest

@@ -8,7 +8,8 @@ import sys
 import jax
 import pytest
 
-from research.config import ConfigError, check_precision, validate
+from research.config import check_precision, validate
+from research.errors import ConfigError
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]

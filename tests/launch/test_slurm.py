@@ -9,7 +9,7 @@ import threading
 import pytest
 import submitit
 
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.sweeps import slurm, sweep
 from tests.launch.conftest import fakes, is_alive, parent, told, wait_for
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.runs import files
 from research.sweeps import sweep
 

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from research import hardware
+from research import fields, hardware
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
-from research.config import ConfigError, base_config
+from research.config import base_config
+from research.errors import ConfigError
 from research.measure import aot, op, roofline, search
-from research.sweeps import experiment
 from tests.oracles import visible
 
 needs_libtpu = pytest.mark.skipif(
@@ -24,7 +24,7 @@ GROUPS = {"attention.heads": 2, "attention.head_width": 128, "model.hidden": 64,
 def config_of(**overrides):
     config = base_config()
     names = {name.replace("__", "."): value for name, value in overrides.items()}
-    experiment.override(config, GROUPS | {"model.dtype": "bfloat16"} | names)
+    fields.override(config, GROUPS | {"model.dtype": "bfloat16"} | names)
     return config
 
 

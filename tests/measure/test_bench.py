@@ -6,7 +6,7 @@ import pytest
 from research import errors
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.measure import bench, op
 from research.sweeps import experiment
 

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.parallel import batch
 from research.runs.folder import read_rows, read_starts
 from tests import tiny
@@ -22,7 +22,7 @@ STEPS = 40
 
 ON_FOUR_DEVICES = """
 import numpy as np, pytest
-from research.config import ConfigError
+from research.errors import ConfigError
 from research.parallel import batch
 from research.runs.folder import read_rows
 

@@ -2,21 +2,23 @@ import re
 
 import pytest
 
-from research.config import ConfigError, base_config
+from research import fields
+from research.config import base_config
+from research.errors import ConfigError
 from research.sweeps import experiment
 from tests import tiny
 
 
 def test_misspelled_name_fails_with_the_nearest():
     with pytest.raises(ConfigError, match=r"config\.attention\.blok_q: no such field.*attention\.block_q\b"):
-        experiment.override(base_config(), {"attention.blok_q": 128})
+        fields.override(base_config(), {"attention.blok_q": 128})
     with pytest.raises(ConfigError, match=r"config\.atention\.window: .*attention\.window\b"):
-        experiment.override(base_config(), {"atention.window": 128})
+        fields.override(base_config(), {"atention.window": 128})
 
 
 def test_group_cannot_be_replaced():
     with pytest.raises(ConfigError, match=r"config\.wandb: is a group.*wandb\.mode, wandb\.project"):
-        experiment.override(base_config(), {"wandb": {"mode": "offline"}})
+        fields.override(base_config(), {"wandb": {"mode": "offline"}})
 
 
 @pytest.mark.parametrize(
@@ -32,12 +34,12 @@ def test_group_cannot_be_replaced():
 )
 def test_value_of_another_type_is_refused(name, setting, expected):
     with pytest.raises(ConfigError, match=rf"config\.{name}=.*must be of type {expected}"):
-        experiment.override(base_config(), {name: setting})
+        fields.override(base_config(), {name: setting})
 
 
 def test_overrides_arrive():
     config = base_config()
-    experiment.override(config, {"model.layers": ("hca",), "optimizer.learning_rate": 1, "seed": 3})
+    fields.override(config, {"model.layers": ("hca",), "optimizer.learning_rate": 1, "seed": 3})
     assert (config.model.layers, config.optimizer.learning_rate, config.seed) == (("hca",), 1.0, 3)
 
 

@@ -8,8 +8,8 @@ import pytest
 import rich.console
 
 from research import errors
-from research.config import ConfigError
 from research.data import corpus
+from research.errors import ConfigError
 from research.runs import files, tracking
 from research.runs.folder import read_rows
 from research.training import inspection, loop, run

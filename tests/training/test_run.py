@@ -12,7 +12,8 @@ import pytest
 import rich.console
 
 from research import errors
-from research.config import MOST_SEED, ConfigError
+from research.config import MOST_SEED
+from research.errors import ConfigError
 from research.model import language_model
 from research.model import spec as model_spec
 from research.runs import checkpoints
