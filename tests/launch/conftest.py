@@ -47,7 +47,7 @@ tell(status="ok", final_loss=1.5)
 # Runs launch/sweep.py with the fake, whose path comes first.
 LAUNCHER = """
 import pathlib, sys
-from research import sweep
+from research.sweeps import sweep
 sweep._TRAIN = pathlib.Path(sys.argv.pop(1))
 sweep.detect_platform = lambda: "cpu"
 from launch import flags
