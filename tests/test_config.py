@@ -3,7 +3,6 @@ import pathlib
 import re
 import sys
 import time
-from unittest import mock
 
 import jax
 import pytest
@@ -18,6 +17,7 @@ from research.config import base_config, validate
 from research.data import PackingSpec
 from research.errors import ConfigError
 from research.model import spec as model_spec
+from research.runs import tracking
 from research.training import report, run
 from tests import tiny
 
@@ -62,7 +62,7 @@ def record_reads(monkeypatch, config) -> set[str]:
         where, function = code.co_filename.removeprefix(RESEARCH), code.co_name
         if where == "/config.py":
             return function == "alignment"
-        whole = where in ("/experiment.py", "/training/report.py")
+        whole = where in ("/sweeps/experiment.py", "/fields.py", "/training/report.py")
         check = function in ("refuse_options", "__post_init__")
         return code.co_filename.startswith(RESEARCH) and not whole and not check
 
@@ -107,17 +107,18 @@ def written_reads() -> set[str]:
 
 def test_every_field_is_read(monkeypatch, tmp_path):
     """By a run with YaRN and wandb, by the backend that has options, or by a launcher."""
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text("A few words of text. " * 20)
+    (tmp_path / "text").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "text" / name).write_text(f"A few words of text {name}. " * 20)
     config = tiny.get_config()
     config.model.layers = ("sliding", "csa")
     config.rope.yarn_factor = 2.0
-    config.data.update(path=str(tmp_path), seq_len=16, batch_size=1, validation_fraction=0.4)
+    config.data.update(path=str(tmp_path / "text"), seq_len=16, batch_size=1, validation_fraction=0.4)
     config.train.update(steps=1, eval_batches=1)
     config.optimizer.warmup_steps = 0
     config.run.update(root=str(tmp_path / "runs"), id="one")
     config.wandb.mode = "offline"
-    monkeypatch.setitem(sys.modules, "wandb", mock.MagicMock())
+    monkeypatch.setattr(tracking, "_PROGRAM", "research.runs.nothing")  # wandb is told, and need not be there
     with config.unlocked():
         config.train.read_by_nobody = 1
     monkeypatch.setattr(report, "base_config", lambda: config)
