@@ -124,7 +124,7 @@ class Trainer:
             self.iterator.set_state(before)
         return self._in_bits(row), fetched - start, seconds
 
-    def evaluate(self, batches: int, before_batch: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, batches: int, before_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Means over the first validation batches: the loss, and the other `step.measures`.
 
         Args:
