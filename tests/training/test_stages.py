@@ -282,6 +282,6 @@ def test_rows_tell_the_stages_apart(chain):
 )
 def test_nothing_fit_to_start_from(chain, changes, message):
     config = make("warmup", **{"train__start_from": "dense"} | changes)
-    config.run.root, config.run.id = chain["dense"].run.root, "misfit" + "".join(changes)
+    config.run.root, config.run.id = chain["dense"].run.root, "misfit" + "-".join(map(str, changes.values()))
     with pytest.raises(ConfigError, match=rf"^config\.train\.{message}[^\n]*$"):
         train(config)
