@@ -1,9 +1,33 @@
+import atexit
+import os
+import shutil
+import tempfile
+
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A program compiled in an earlier session would hide that this one no longer compiles.
-jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _share_programs():
+    """Each program is compiled once for all tests and the processes that they start, two workers' among them.
+
+    In a folder of this session: a program compiled in an earlier one would hide that this one no longer compiles.
+    """
+    if "TESTS_PROGRAMS" not in os.environ:
+        folder = os.environ["TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="programs-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    settings = {
+        "jax_compilation_cache_dir": os.environ["TESTS_PROGRAMS"],
+        "jax_persistent_cache_min_compile_time_secs": 0.2,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
+_share_programs()
 
 
 @pytest.fixture(autouse=True, scope="module")
