@@ -21,7 +21,7 @@ def start(launcher, *arguments):
     return subprocess.run(
         [sys.executable, f"launch/{launcher}.py", *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},  # experiments below tests/
         capture_output=True,
         text=True,
         check=False,
@@ -90,7 +90,7 @@ def test_masks_refuses_flags_without_effect():
     done = subprocess.run(
         [sys.executable, "-c", MASKS, *lines],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},  # experiments below tests/
         capture_output=True,
         text=True,
         check=False,
