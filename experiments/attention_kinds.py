@@ -17,7 +17,7 @@ The points after the first four run for a few steps only: they show what the mas
 import ml_collections
 
 from experiments import mask_strategies
-from research.config import base_config
+from research.settings.config import base_config
 from research.sweeps import experiment
 
 ARGS = ("", "runlocal")

@@ -14,7 +14,7 @@ import ml_collections
 
 from experiments import mask_strategies
 from research.attention.backends.splash import schedules
-from research.config import base_config
+from research.settings.config import base_config
 from research.sweeps import experiment
 
 ARGS = ("", "demo")

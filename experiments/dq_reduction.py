@@ -11,7 +11,7 @@ block sizes and every schedule that leaves the choice. A runtime mask leaves non
 import ml_collections
 
 from research.attention.backends.splash import schedules
-from research.config import base_config
+from research.settings.config import base_config
 from research.sweeps import experiment
 
 ARGS = ("", "demo")

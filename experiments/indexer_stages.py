@@ -23,7 +23,7 @@ import ml_collections
 
 from analysis import stages
 from research.attention.spec import STAGES
-from research.config import base_config
+from research.settings.config import base_config
 from research.runs.folder import read_rows
 from research.sweeps import experiment
 from research.training.run import FINISHED

@@ -18,7 +18,7 @@ import pathlib
 import ml_collections
 
 from research.attention.backends.splash import schedules
-from research.config import base_config
+from research.settings.config import base_config
 from research.runs import files
 from research.runs.folder import CONFIG, read_rows
 from research.sweeps import experiment

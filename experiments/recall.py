@@ -24,7 +24,7 @@ import ml_collections
 
 from analysis.recall import trained
 from experiments import mask_strategies
-from research.config import base_config
+from research.settings.config import base_config
 from research.data.recall import CHANCE
 from research.runs import files
 from research.runs.folder import CONFIG

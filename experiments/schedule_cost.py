@@ -10,7 +10,7 @@ ratios. `:quick` stops at 4,096 tokens.
 
 import ml_collections
 
-from research.config import base_config
+from research.settings.config import base_config
 from research.sweeps import experiment
 
 ARGS = ("", "quick")

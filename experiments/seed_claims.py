@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import ml_collections
 
-from research.config import base_config
+from research.settings.config import base_config
 from research.sweeps import experiment
 
 ARGS = ("", "quick")

@@ -11,8 +11,9 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from research import errors, exits, fields
-from research.config import check_precision
+from research import errors, exits
+from research.settings import fields
+from research.validation import check_precision
 from research.errors import ConfigError
 from research.runs import files
 from research.sweeps import experiment

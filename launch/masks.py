@@ -19,7 +19,7 @@ from absl import flags as absl_flags
 from analysis import blocks
 from launch import flags
 from research import config as config_lib
-from research import fields
+from research.settings import fields
 from research.attention import backends, spec
 from research.errors import ConfigError
 from research.measure import masks

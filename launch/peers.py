@@ -14,7 +14,7 @@ from absl import app, flags
 
 from research import errors
 from research.attention.spec import KINDS
-from research.config import check_precision
+from research.validation import check_precision
 from research.errors import ConfigError
 from research.measure import peers
 

@@ -21,9 +21,10 @@ import rich.console
 from absl import flags as absl_flags
 
 from launch import flags
-from research import fields
+from research.settings import fields
 from research.parallel import batch as parallel
 from research.runs.folder import SUMMARY
+from research.settings.config import read
 from research.sweeps import experiment
 from research.training import dry_run, run
 
@@ -35,15 +36,16 @@ absl_flags.DEFINE_string("point", "", "a point of the experiment's sweep, by its
 def main() -> int:
     """Runs what the command line describes, and returns the exit code."""
     config, overrides = flags.config(), flags.overrides()
-    parallel.join(config)
+    if not (config.run.id or _DRY_RUN.value or config.distributed.coordinator):
+        config.run.id = default_id(flags.target(), overrides)
+    settings = read(config)
+    parallel.join(settings)
     console = rich.console.Console(quiet=jax.process_index() > 0)
     if _DRY_RUN.value:
-        dry_run.dry_run(config, console)
+        dry_run.dry_run(settings, console)
         return 0
-    if not config.run.id:
-        config.run.id = default_id(flags.target(), overrides)
-    summary = run.run(config, overrides, console)
-    console.print(f"{ending(summary)}: {config.run.root}/{config.run.id}/{SUMMARY}", soft_wrap=True)
+    summary = run.run(settings, overrides, console)
+    console.print(f"{ending(summary)}: {settings.run.root}/{settings.run.id}/{SUMMARY}", soft_wrap=True)
     return 0
 
 

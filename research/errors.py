@@ -41,6 +41,23 @@ class ConfigError(ValueError):
     """A setting that cannot be run; the message names the field, its value and what is allowed."""
 
 
+class SettingError(ConfigError):
+    """A setting whose value is not allowed.
+
+    Attributes:
+      field: dotted name, without `config.`.
+      value: what it was set to.
+      allowed: in words what is; they follow "must be".
+    """
+
+    def __init__(self, field: str, value: object, allowed: str):
+        super().__init__(field, value, allowed)
+        self.field, self.value, self.allowed = field, value, allowed
+
+    def __str__(self) -> str:
+        return f"config.{self.field}={self.value!r}: must be {self.allowed}"
+
+
 class InUseError(Exception):
     """A run's folder belongs to another process."""
 

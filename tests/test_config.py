@@ -13,7 +13,8 @@ from research import data, fields
 from research.attention import backends
 from research.attention.backends.splash import schedules
 from research.attention.spec import AttentionSpec, RopeSpec
-from research.config import base_config, validate
+from research.settings.config import base_config
+from research.validation import validate
 from research.data import PackingSpec
 from research.errors import ConfigError
 from research.model import spec as model_spec

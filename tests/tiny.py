@@ -1,6 +1,6 @@
 """An experiment that trains in seconds: in this process through `get_config`, in others as `--config=tests/tiny.py`."""
 
-from research.config import base_config
+from research.settings.config import base_config
 from research.sweeps import experiment
 
 ARGS = ("",)

@@ -1,124 +1,114 @@
-"""Frozen settings of the attention layer; field names and defaults are those of `research.config`."""
+"""The attention layers of a model: its settings, and what it is compiled for."""
 
 import dataclasses
+import math
 
-from research.attention import backends
-from research.attention import visibility as visibility_lib
-from research.attention.indexer import scores as index_scores
-
-KINDS = ("sliding", "hca", "csa")
-# How CSA is trained, one after the other (DeepSeek-V3.2, section 2.1.1): attention to all entries; the same with the
-# indexer alone in training; attention to the selected entries, everything in training.
-STAGES = ("dense", "warmup", "sparse")
-# How RoPE's angles are made: exact at every position, or float32 products, as published weights were trained with.
-ANGLES = ("exact", "reference")
+from research.attention import attend as attend_lib
+from research.attention.attend import Attend, Effective, Sizes, Target
+from research.attention.indexer.scores import Scoring
+from research.attention.visibility import KINDS, CompressedSparse, Visibility
+from research.errors import SettingError
+from research.settings.config import Settings
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding; see `config.rope`."""
+class Spec:
+    """What models and measurements are made of; `make` is the way to one.
 
-    theta: float
-    compressed_theta: float
-    yarn_factor: float
-    yarn_original_length: int
-    yarn_beta_fast: float
-    yarn_beta_slow: float
-    angles: str = "exact"
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSpec:
-    """One set of attention settings for all layers of a model; see `config.attention`. `backend` is resolved.
-
-    Beside them `target`, what the model is compiled for, by default this process's own devices.
+    Attributes:
+      settings: of everything.
+      target: what is compiled for; settles what 'auto' chooses, and which kernels are interpreted.
     """
 
-    backend: str
-    schedule: str
-    csa_schedule: str
-    block_q: int
-    block_kv: int
-    block_kv_compute: int
-    block_q_dkv: int
-    block_kv_dkv: int
-    block_kv_dkv_compute: int
-    dq_reduction_steps: int
-    heads_per_call: int
-    vmem_limit_kib: int
-    heads_at_once: int
-    window: int
-    hca_ratio: int
-    csa_ratio: int
-    top_k: int
-    heads: int
-    head_width: int
-    rope_width: int
-    q_rank: int
-    out_groups: int
-    out_rank: int
-    index_heads: int
-    index_head_width: int
-    index_backend: str
-    index_heads_at_once: int
-    index_entries_at_once: int
-    sinks: bool
-    csa_stage: str
-    indexer_loss_weight: float
-    target: backends.Target = dataclasses.field(default_factory=backends.target)
+    settings: Settings
+    target: Target
 
-    def visibility(self, kind: str) -> visibility_lib.Visibility:
-        """The visibility of a layer of that kind ('sliding', 'hca' or 'csa')."""
-        if kind == "sliding":
-            return visibility_lib.SlidingWindow(self.window)
-        if kind == "hca":
-            return visibility_lib.HeavilyCompressed(self.window, self.hca_ratio)
-        if kind == "csa":
-            if self.selects:
-                return self.selection
-            return visibility_lib.HeavilyCompressed(self.window, self.csa_ratio)
-        raise ValueError(f"attention kind {kind!r}: must be one of {', '.join(KINDS)}")
+    @classmethod
+    def make(cls, settings: Settings, platform: str | None = None, *, checks_memory: bool = True) -> "Spec":
+        """The spec for a platform, 'cpu', 'gpu' or 'tpu'; None is this process's own. `checks_memory`: see `Target`.
+
+        Raises:
+          SettingError: there is no such kind of layer, or no such backend.
+        """
+        layers = settings.model.layers
+        if not layers or not set(layers) <= set(KINDS):
+            raise SettingError("model.layers", layers, f"a non-empty tuple with members among {', '.join(KINDS)}")
+        target = Target(platform or attend_lib.platform(), checks_memory)
+        attend_lib.backend_of(settings.attention.backend, target.platform)
+        return cls(settings, target)
 
     @property
-    def selection(self) -> visibility_lib.CompressedSparse:
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of attention among the layers, each once."""
+        return tuple(dict.fromkeys(self.settings.model.layers))
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        return attend_lib.backend_of(self.settings.attention.backend, self.target.platform)
+
+    def visibility(self, kind: str) -> Visibility:
+        """Who sees whom in layers of a kind once they are trained."""
+        return KINDS[kind].make(self.settings.attention)
+
+    def attend(self, kind: str) -> Attend:
+        """The attention op of layers of a kind, in this stage of training."""
+        visibility, settings = self.visibility(kind), self.settings.attention
+        schedule_setting = "csa_schedule" if visibility.selects else "schedule"
+        if visibility.selects and not self.selects:
+            visibility = visibility.unselected()
+        return Attend(self.backend, visibility, settings.kernel, self.target, schedule_setting)
+
+    def effective(self, *, packed: bool = True) -> dict[str, Effective]:
+        """The settings that each kind of layer will really use.
+
+        Args:
+          packed: as in `Documents`.
+
+        Raises:
+          SettingError: a setting is malformed, or has no effect here.
+          NotImplementedError: the backend lacks something that is asked for.
+        """
+        found = {}
+        for kind in self.kinds:
+            found[kind] = self.attend(kind).effective(self.sizes(packed=packed))
+            if self.visibility(kind).selects and (self.selects or self.trains_indexer):
+                found[kind] |= {f"index_{name}": value for name, value in dataclasses.asdict(self.scoring).items()}
+        return found
+
+    def sizes(self, *, packed: bool = True) -> Sizes:
+        """Of a layer's call of the op."""
+        attention = self.settings.attention
+        heads = attention.heads_of_attend
+        return Sizes(self.settings.data.seq_len, heads, attention.head_width, self.settings.model.dtype, packed)
+
+    @property
+    def alignment(self) -> int:
+        """On which multiples documents start in a row, those of every stride in use; 1 without `data.align_starts`."""
+        strides = (self.visibility(kind).stride for kind in self.kinds)
+        return math.lcm(*strides) if self.settings.data.align_starts else 1
+
+    @property
+    def selection(self) -> CompressedSparse:
         """What the indexer of a CSA layer selects, in stages that attend only to it and in those that do not."""
-        return visibility_lib.CompressedSparse(self.window, self.csa_ratio, self.top_k)
+        return CompressedSparse.make(self.settings.attention)
 
     @property
-    def scoring(self) -> index_scores.Scoring:
-        """How CSA's indexer computes its scores here; ValueError where a setting is out of range."""
-        return index_scores.resolve(
-            self.index_backend,
-            self.index_heads_at_once,
-            self.index_entries_at_once,
-            self.index_heads,
-            self.target.platform,
-        )
-
-    @property
-    def heads_of_attend(self) -> int:
-        """Heads that one call of the backend's `attend` serves."""
-        return self.heads_at_once or self.heads
+    def scoring(self) -> Scoring:
+        """How CSA's indexer computes its scores here."""
+        return Scoring.make(self.settings.attention, self.target.platform)
 
     @property
     def selects(self) -> bool:
         """Whether CSA attends to the selected entries only."""
-        return self.csa_stage == "sparse"
+        return self.settings.attention.csa_stage == "sparse"
 
     @property
     def trains_indexer(self) -> bool:
         """Whether the indexer learns, from its own loss; what has none is not to be touched by weight decay either."""
-        return self.csa_stage != "dense" and self.indexer_loss_weight > 0
+        return self.settings.attention.csa_stage != "dense" and self.settings.attention.indexer_loss_weight > 0
 
     @property
     def trains_model(self) -> bool:
         """Whether all else learns, from the language model's loss."""
-        return self.csa_stage != "warmup"
-
-    def options(self, kind: str) -> backends.Options:
-        """The backend options of a layer of that kind: CSA has a schedule of its own."""
-        names = [field.name for field in dataclasses.fields(backends.Options)]
-        options = {name: getattr(self, name) for name in names}
-        if kind == "csa":
-            options["schedule"] = self.csa_schedule
-        return backends.Options(**options)
+        return self.settings.attention.csa_stage != "warmup"

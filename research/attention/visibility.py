@@ -3,7 +3,8 @@
 Every function takes NumPy or JAX integer arrays that broadcast against each other (schedules and oracles use
 the former, dense masks and kernels the latter) and returns a boolean array of the broadcast shape.
 
-A query token t, counted on the sequence grid, sees
+Tokens and entries are counted on the grid of the whole sequence. Whoever holds only some of its rows, as a shard of it
+or a step of decoding, adds the OFFSET of its first row: the rule is the same. A query token t sees
 
 * local key j where `0 <= t - j < window`, and
 * compressed entry c, which pools the tokens `[c * ratio, (c + 1) * ratio)`, where that window is complete at t.
@@ -13,9 +14,12 @@ that the indexer selected. Source: DeepSeek-V4, sections 2.3.1 (CSA) and 2.3.2 (
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from research.settings.attention import Attention
 
 PADDING = -1  # segment id of a token that neither sees nor is seen
 STRADDLES = -2  # segment id of a compressed entry whose window spans documents or padding
@@ -28,21 +32,35 @@ class SlidingWindow:
     window: int
     kind: ClassVar[str] = "sliding"
     compresses: ClassVar[bool] = False  # whether there are compressed entries
+    overlaps: ClassVar[bool] = False  # whether an entry pools the window before its own, too
     selects: ClassVar[bool] = False  # whether a query sees no more of them than an indexer selected
+    bands: ClassVar[bool] = True  # whether the keys that a query sees have two ends, which move with the query
+
+    @classmethod
+    def make(cls, settings: "Attention") -> "SlidingWindow":
+        """The visibility of that kind of layers."""
+        return cls(settings.window)
 
     def __post_init__(self):
-        _require_positive(self, "window")
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ValueError(f"{type(self).__name__}.{field.name}={getattr(self, field.name)}: must be positive")
 
-    def local_mask(self, t: Any, j: Any, of_query: Any = None, of_key: Any = None) -> Any:
+    @property
+    def stride(self) -> int:
+        """Tokens from the start of an entry to that of the next one; 1 where there are none."""
+        return 1
+
+    def local_mask(self, t: Any, j: Any, query_segments: Any, key_segments: Any) -> Any:
         """Whether the query at token `t` sees the local key at token `j`.
 
         Args:
-          t: tokens of the queries on the sequence grid; a shard of a sequence counts from where it starts.
+          t: tokens of the queries.
           j: tokens of the keys.
-          of_query: segments of the queries; without, all is one document.
-          of_key: segments of the keys.
+          query_segments: the documents of the queries, `PADDING` for none.
+          key_segments: likewise of the keys.
         """
-        return _in_document(self.sees_local(t, j), of_query, of_key)
+        return self.sees_local(t, j) & same_segment(query_segments, key_segments)
 
     def sees_local(self, t: Any, j: Any) -> Any:
         """Whether the query at token `t` sees the local key at token `j`, documents aside."""
@@ -70,22 +88,28 @@ class HeavilyCompressed(SlidingWindow):
     kind: ClassVar[str] = "hca"
     compresses: ClassVar[bool] = True
 
-    def __post_init__(self):
-        super().__post_init__()
-        _require_positive(self, "ratio")
+    @classmethod
+    def make(cls, settings: "Attention") -> "HeavilyCompressed":
+        """See `SlidingWindow.make`."""
+        return cls(settings.window, settings.hca_ratio)
 
-    def entry_mask(self, t: Any, c: Any, of_query: Any = None, of_entry: Any = None, chosen: Any = None) -> Any:
+    @property
+    def stride(self) -> int:
+        """See `SlidingWindow.stride`."""
+        return self.ratio
+
+    def entry_mask(self, t: Any, c: Any, query_segments: Any, entry_segments: Any, selected: Any = None) -> Any:
         """Whether the query at token `t` sees entry `c`.
 
         Args:
-          t: as `local_mask`.
+          t: tokens of the queries.
           c: entries.
-          of_query: as `local_mask`.
-          of_entry: segments of the entries, as `entry_segments` gives them.
-          chosen: booleans, the indexer's choice; without, entries are visible as they complete.
+          query_segments: as `local_mask`.
+          entry_segments: of the entries, as the function of that name gives them.
+          selected: booleans, the indexer's choice; without, entries are visible as they complete.
         """
-        mask = _in_document(self.sees_compressed(t, c), of_query, of_entry)
-        return mask if chosen is None else mask & chosen
+        mask = self.sees_compressed(t, c) & same_segment(query_segments, entry_segments)
+        return mask if selected is None else mask & selected
 
     def sees_compressed(self, t: Any, c: Any) -> Any:
         """Whether entry `c` is complete at token `t`, documents and selection aside."""
@@ -102,17 +126,24 @@ class CompressedSparse(HeavilyCompressed):
 
     top_k: int
     kind: ClassVar[str] = "csa"
+    overlaps: ClassVar[bool] = True
     selects: ClassVar[bool] = True
 
-    def __post_init__(self):
-        super().__post_init__()
-        _require_positive(self, "top_k")
+    @classmethod
+    def make(cls, settings: "Attention") -> "CompressedSparse":
+        """See `SlidingWindow.make`."""
+        return cls(settings.window, settings.csa_ratio, settings.top_k)
+
+    def unselected(self) -> HeavilyCompressed:
+        """The same before the indexer selects: every completed entry."""
+        return HeavilyCompressed(self.window, self.ratio)
 
     def _entries_seen(self, tokens: Any) -> Any:
         return np.minimum(self.num_entries(tokens), self.top_k)
 
 
 Visibility = SlidingWindow | HeavilyCompressed | CompressedSparse
+KINDS = {cls.kind: cls for cls in (SlidingWindow, HeavilyCompressed, CompressedSparse)}  # of attention layers
 
 
 def same_segment(query_segments: Any, key_segments: Any) -> Any:
@@ -136,13 +167,3 @@ def entry_segments(segments: Any, ratio: int) -> Any:
     first = windows[..., :1]
     whole = xp.all(windows == first, axis=-1) & (first[..., 0] >= 0)
     return xp.where(whole, first[..., 0], STRADDLES).astype(segments.dtype)
-
-
-def _in_document(mask: Any, of_query: Any, of_key: Any) -> Any:
-    return mask if of_query is None else mask & same_segment(of_query, of_key)
-
-
-def _require_positive(visibility, field: str) -> None:
-    value = getattr(visibility, field)
-    if value <= 0:
-        raise ValueError(f"{type(visibility).__name__}.{field}={value}: must be a positive integer")

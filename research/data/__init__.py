@@ -1,4 +1,4 @@
-"""Real text, or a recall task, as batches: `build(config, alignment)` is all that a training loop needs."""
+"""Real text, or a recall task, as batches: `build(settings, alignment)` is all that a training loop needs."""
 
 import dataclasses
 import itertools
@@ -6,27 +6,25 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import grain
-import ml_collections
 
 from research.data import corpus, packing
 from research.data.packing import BOS, VOCAB_SIZE, Batch, PackingSpec
-from research.data.recall import TASKS, Recall
+from research.data.recall import Recall
+from research.settings.config import Settings
+from research.settings.model import TEXT
 
 __all__ = [
     "BOS",
-    "TASKS",
-    "TEXT",
     "VOCAB_SIZE",
     "Batch",
     "Data",
     "PackingSpec",
     "Recall",
     "build",
+    "check",
     "packing_spec",
     "task",
 ]
-
-TEXT = "text"
 
 # Not the run's seed: runs that differ in it are compared on the same validation batches.
 _VALIDATION_SEED = 0
@@ -82,35 +80,43 @@ class Data:
         }
 
 
-def packing_spec(config: ml_collections.ConfigDict, alignment: int) -> PackingSpec:
-    """The packing that `config.data` asks for; reads no text, so configs can be validated with it.
+def packing_spec(settings: Settings, alignment: int) -> PackingSpec:
+    """The packing that `settings.data` asks for.
 
     Args:
-      config: a full config, see `research.config`.
+      settings: of everything.
       alignment: on which multiples chunks start; a multiple of every compression ratio in use, or 1.
 
     Raises:
-      ValueError: a field is out of range; names it, its value and what is allowed.
+      SettingError: the longest chunk does not fit the alignment.
     """
-    return PackingSpec(config.data.seq_len, config.data.batch_size, config.data.chunk_len, alignment)
+    return PackingSpec(settings.data.seq_len, settings.data.batch_size, settings.data.chunk_len, alignment)
 
 
-def task(config: ml_collections.ConfigDict) -> Recall:
-    """The task that `config.data` asks for, unless that is text.
+def task(settings: Settings) -> Recall:
+    """The task that `settings.data` asks for, unless that is text.
 
     Raises:
-      ValueError: a field is out of range; names it, its value and what is allowed.
+      SettingError: its rows do not fit.
     """
-    data = config.data
-    return Recall(data.task, data.seq_len, data.batch_size, data.pairs, config.seed)
+    data = settings.data
+    return Recall(data.task, data.seq_len, data.batch_size, data.pairs, settings.seed)
 
 
-def build(config: ml_collections.ConfigDict, alignment: int) -> Data | Recall:
-    """Reads the corpus of `config.data`, or makes its task.
+def check(settings: Settings, alignment: int) -> None:
+    """Raises SettingError where rows cannot be made; arguments as `packing_spec`. Reads nothing."""
+    if settings.data.task == TEXT:
+        packing_spec(settings, alignment)
+    else:
+        task(settings)
+
+
+def build(settings: Settings, alignment: int) -> Data | Recall:
+    """Reads the corpus of `settings.data`, or makes its task.
 
     Arguments and errors are those of `packing_spec` and `corpus.load`, or `task`.
     """
-    if config.data.task != TEXT:
-        return task(config)
-    spec = packing_spec(config, alignment)
-    return Data(corpus.load(config.data.path, config.data.validation_fraction), spec, config.seed)
+    if settings.data.task != TEXT:
+        return task(settings)
+    spec = packing_spec(settings, alignment)
+    return Data(corpus.load(settings.data.path, settings.data.validation_fraction), spec, settings.seed)

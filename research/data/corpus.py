@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 
 from research.data import files
+from research.errors import ConfigError
 
 STDLIB = "stdlib"
 # Not prose of the library itself: installed packages, and tests, which are larger than all the rest.
@@ -75,11 +76,9 @@ def load(path: str, validation_fraction: float) -> Corpus:
       validation_fraction: expected share of the texts (of the bytes, for a single document) to hold out.
 
     Raises:
-      ValueError: the path leads to no text, a file or folder cannot be read, a link leads nowhere, a gzip file is
+      ConfigError: the path leads to no text, a file or folder cannot be read, a link leads nowhere, a gzip file is
         damaged, or the fraction leaves one side empty.
     """
-    if not 0.0 < validation_fraction < 1.0:
-        raise ValueError(f"config.data.validation_fraction={validation_fraction}: must lie between 0 and 1")
     description, root, names, text_only = _find(path)
     digest = hashlib.sha256(_SPLIT)
     documents, hashes, binary = [], [], 0
@@ -97,7 +96,7 @@ def load(path: str, validation_fraction: float) -> Corpus:
         documents.append(Document(name, np.frombuffer(content, np.uint8)))
         hashes.append(_hash(content))
     if not documents:
-        raise ValueError(
+        raise ConfigError(
             f"config.data.path={path!r}: no text in its {len(names)} files; empty ones do not count, "
             "nor binary ones in a folder or found by wildcards"
         )
@@ -119,14 +118,14 @@ def _find(path: str) -> tuple[str, str, list[str], bool]:
     if os.path.isdir(expanded):
         return path, expanded, list(files.walk(expanded)), True
     if not files.is_wild(expanded):
-        raise ValueError(f"config.data.path={path!r}: does not exist; must be {STDLIB!r}, a file, a folder or a glob")
+        raise ConfigError(f"config.data.path={path!r}: does not exist; must be {STDLIB!r}, a file, a folder or a glob")
     # Names count from the last folder without a wildcard, so that they do not depend on where the corpus lies.
     parts = expanded.split(os.sep)
     wild = next(i for i, part in enumerate(parts) if files.is_wild(part))
     root = os.sep.join([*parts[:wild], ""])
     names = list(files.match(root, os.sep.join(parts[wild:]))) if os.path.isdir(root or os.curdir) else []
     if not names:
-        raise ValueError(f"config.data.path={path!r}: matches no file")
+        raise ConfigError(f"config.data.path={path!r}: matches no file")
     return path, root, names, files.is_wild(parts[-1])
 
 
@@ -135,13 +134,13 @@ def _read(path: str) -> bytes:
         with open(path, "rb") as file:
             content = file.read()
     except OSError as error:
-        raise ValueError(f"config.data.path: {path!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"config.data.path: {path!r} cannot be read: {error.strerror}") from error
     if not path.endswith(".gz"):
         return content
     try:
         return gzip.decompress(content)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"config.data.path: {path!r} is not a valid gzip file: {error}") from error
+        raise ConfigError(f"config.data.path: {path!r} is not a valid gzip file: {error}") from error
 
 
 def _split(
@@ -151,7 +150,7 @@ def _split(
     if len(documents) == 1:
         return _split_tail(documents[0], path, fraction)
     if len(set(hashes)) == 1:
-        raise ValueError(
+        raise ConfigError(
             f"config.data.path={path!r}: its {len(documents)} documents hold one text, none of which could be held "
             "out; must be several texts, or a single file, whose tail is"
         )
@@ -161,7 +160,7 @@ def _split(
     if not training or not validation:
         least = math.floor(min(ranks) * 1000 + 1) / 1000
         most = math.floor(max(ranks) * 1000) / 1000
-        raise ValueError(
+        raise ConfigError(
             f"config.data.validation_fraction={fraction}: holds out {len(validation)} of the {len(documents)} "
             f"documents of config.data.path={path!r}; must be from {least} to {most} for these texts"
         )
@@ -171,7 +170,7 @@ def _split(
 def _split_tail(document: Document, path: str, fraction: float) -> tuple[list[Document], list[Document]]:
     size = len(document.text)
     if size < 2:
-        raise ValueError(f"config.data.path={path!r}: holds a single byte, too few to hold one out")
+        raise ConfigError(f"config.data.path={path!r}: holds a single byte, too few to hold one out")
     cut = min(max(round(size * (1.0 - fraction)), 1), size - 1)
     head = Document(f"{document.name}[:{cut}]", document.text[:cut])
     return [head], [Document(f"{document.name}[{cut}:]", document.text[cut:])]

@@ -10,6 +10,8 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 
+from research.errors import ConfigError
+
 ANYWHERE = "**"  # of a glob: any number of folders, none among them
 
 _Chain = tuple[str, ...]  # where the folders on the way really are, the outermost first
@@ -24,7 +26,7 @@ def walk(root: str, skipped: frozenset[str] = frozenset(), whole: bool = True) -
       whole: whether a link that leads nowhere is an error; else it is left out.
 
     Raises:
-      ValueError: a folder cannot be read, or a link leads nowhere; names it.
+      ConfigError: a folder cannot be read, or a link leads nowhere; names it.
     """
     return _Search(root, skipped, whole).match("", (ANYWHERE, "*"), (os.path.realpath(root),))
 
@@ -37,7 +39,7 @@ def match(root: str, pattern: str) -> Iterator[str]:
       pattern: as of `glob`, with `**` for any number of folders; at its end for all the files below them.
 
     Raises:
-      ValueError: as `walk`.
+      ConfigError: as `walk`.
     """
     parts = [part for part in pattern.split(os.sep) if part]
     if parts[-1] == ANYWHERE:
@@ -81,12 +83,12 @@ class _Search:
         try:
             names = sorted(fnmatch.filter(os.listdir(where), pattern))
         except OSError as error:
-            raise ValueError(f"config.data.path: {where!r} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"config.data.path: {where!r} cannot be read: {error.strerror}") from error
         if not pattern.startswith("."):
             names = [name for name in names if not name.startswith(".")]
         for path in (os.path.join(where, name) for name in names if self.whole):
             if os.path.islink(path) and not os.path.exists(path):  # to a disk that is not mounted, say
-                raise ValueError(f"config.data.path: {path!r} is a link that leads nowhere, to {os.readlink(path)!r}")
+                raise ConfigError(f"config.data.path: {path!r} is a link that leads nowhere, to {os.readlink(path)!r}")
         return names
 
     def _enter(self, folder: str, chain: _Chain) -> _Chain | None:

@@ -19,6 +19,7 @@ import grain
 import numpy as np
 
 from research.data import corpus
+from research.errors import SettingError
 
 NO_TARGET = -1
 BOS = 256
@@ -31,7 +32,7 @@ _BATCHES_PER_BUFFER = 16
 
 @dataclasses.dataclass(frozen=True)
 class PackingSpec:
-    """How documents become batches; see `config.data`.
+    """How documents become batches; see `settings.model.Data`.
 
     Attributes:
       seq_len: tokens per row, S.
@@ -47,19 +48,12 @@ class PackingSpec:
     alignment: int = 1
 
     def __post_init__(self):
-        for name in ("seq_len", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"config.data.{name}={getattr(self, name)}: must be a positive integer")
-        if self.alignment < 1:
-            raise ValueError(f"alignment={self.alignment}: must be a positive integer")
-        if not 0 <= self.chunk_len <= self.seq_len:
-            raise ValueError(
-                f"config.data.chunk_len={self.chunk_len}: must be from 1 to seq_len={self.seq_len}, or 0 for seq_len"
-            )
         if self.longest_chunk < self.seq_len and self.longest_chunk % self.alignment:
-            raise ValueError(
-                f"config.data.chunk_len={self.chunk_len}: aligned starts would put padding behind every chunk; must be "
-                f"a multiple of {self.alignment}, or 0 for seq_len; or set config.data.align_starts=False"
+            raise SettingError(
+                "data.chunk_len",
+                self.chunk_len,
+                f"a multiple of {self.alignment}, or 0 for seq_len, or else aligned starts would put padding behind "
+                "every chunk: config.data.align_starts=False leaves them where they fall",
             )
 
     @property

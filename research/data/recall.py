@@ -22,8 +22,7 @@ import grain
 import numpy as np
 
 from research.data.packing import NO_TARGET, Batch
-
-TASKS = ("recall", "needle")
+from research.errors import SettingError
 
 _KEYS = range(0, 16)
 _VALUES = range(16, 32)
@@ -56,15 +55,13 @@ class Recall:
     predicts_bytes: ClassVar[bool] = False  # but one of a few values
 
     def __post_init__(self):
-        if self.batch_size < 1:
-            raise ValueError(f"config.data.batch_size={self.batch_size}: must be a positive integer")
         if not ranges(self.seq_len):
-            raise ValueError(f"config.data.seq_len={self.seq_len}: must be {_NEAREST + 3} or more for a {self.task}")
+            raise SettingError("data.seq_len", self.seq_len, f"{_NEAREST + 3} or more for a {self.task}")
         most = min(len(_KEYS), int(self.seq_len * _MOST_FILLED) // 3)
         if self.task == "needle" and self.pairs:
-            raise ValueError(f"config.data.pairs={self.pairs}: must be 0 with data.task=needle, which is alone")
+            raise SettingError("data.pairs", self.pairs, "0 with data.task=needle, which is alone")
         if self.task == "recall" and not 1 <= self.pairs <= most:
-            raise ValueError(f"config.data.pairs={self.pairs}: must be from 1 to {most} with data.task=recall")
+            raise SettingError("data.pairs", self.pairs, f"from 1 to {most} with data.task=recall")
 
     @property
     def digest(self) -> str:

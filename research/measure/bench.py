@@ -5,7 +5,7 @@ from typing import Any
 
 import ml_collections
 
-from research import fields
+from research.settings import fields
 from research.measure import apart, op
 from research.model import spec as model_spec
 from research.sweeps import sweep

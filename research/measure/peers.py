@@ -54,7 +54,7 @@ def _ours(kind: str, seq_len: int) -> Callable[[], Any]:
     import jax.numpy as jnp
 
     from research.attention.layer.attention import Attention
-    from research.config import base_config
+    from research.settings.config import base_config
     from research.model import spec as model_spec
 
     config = base_config()

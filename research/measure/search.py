@@ -6,7 +6,7 @@ from typing import Any
 import ml_collections
 
 from research import config as config_lib
-from research import fields
+from research.settings import fields
 from research.errors import ConfigError
 from research.measure import aot, roofline
 from research.model import spec as model_spec

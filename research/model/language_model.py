@@ -3,86 +3,76 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
-from research.attention import backends
+from research.attention.attend import Documents, Prepared
 from research.attention.layer.attention import Attention
 from research.attention.layer.linear import INIT_STD, project
 from research.attention.layer.norms import RMSNorm
 from research.attention.product import product
+from research.attention.spec import Spec
+from research.data import VOCAB_SIZE
 from research.metrics import Mean
-from research.model.spec import ModelSpec
-
-REMAT = ("none", "block")
 
 
-def build(spec: ModelSpec, measure: bool = False) -> hk.Transformed:
+def build(spec: Spec, measure: bool = False) -> hk.Transformed:
     """The model as Haiku functions.
 
     Args:
-      spec: `research.model.spec.from_config`.
+      spec: settings, and what is compiled for.
       measure: whether to measure what the indexers select, too; parameters and logits do not depend on it.
 
     Returns:
-      `init(rng, inputs, positions, segments)` and `apply(params, rng, inputs, positions, segments)`, where all three
-      are int32 [B, S], segments may be None, and apply returns float32 logits [B, S, vocab_size] and what `Attention`
-      says of the indexers, as means over all layers. Parameters are float32; those of the repeated block carry a
-      leading axis of `spec.repeats`.
+      `init(rng, inputs, documents)` and `apply(params, rng, inputs, documents)`, where inputs are int32 [B, S]; `apply`
+      returns float32 logits [B, S, vocab_size] and what `Attention` says of the indexers, as means over all layers.
+      Parameters are float32; those of the repeated block carry a leading axis of `model.repeats`.
     """
+    settings = spec.settings.model
 
-    def forward(
-        inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, Mean]]:
-        embed = hk.Embed(spec.vocab_size, spec.hidden, w_init=hk.initializers.RandomNormal(INIT_STD), name="embed")
-        x_BxSxE = embed(inputs).astype(spec.dtype)
-        attention, backend = spec.attention, backends.get(spec.attention.backend)
+    def forward(inputs: Int32[Array, "B S"], documents: Documents) -> tuple[Float32[Array, "B S V"], dict[str, Mean]]:
+        embed = hk.Embed(VOCAB_SIZE, settings.hidden, w_init=hk.initializers.RandomNormal(INIT_STD), name="embed")
+        x = embed(inputs).astype(settings.dtype)
         # Once per step, outside the stack of blocks: what layers of one kind share.
-        prepared = {
-            kind: backend.prepare(attention.visibility(kind), inputs.shape[1], segments, attention.options(kind))
-            for kind in dict.fromkeys(spec.layers)
-        }
+        prepared = {kind: spec.attend(kind).prepare(documents) for kind in spec.kinds}
 
-        def block(x_BxSxE):
+        def repeat(x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], list[dict[str, Mean]]]:
             of_indexers = []
-            for index, kind in enumerate(spec.layers):
-                layer = Layer(spec, kind, measure, name=f"layer_{index}_{kind}")
-                run = hk.remat(layer) if spec.remat == "block" else layer
-                x_BxSxE, of_indexer = run(x_BxSxE, positions, segments, prepared[kind])
+            for index, kind in enumerate(settings.layers):
+                block = Block(spec, kind, measure, name=f"layer_{index}_{kind}")
+                run = hk.remat(block) if settings.remat == "block" else block
+                x, of_indexer = run(x, documents, prepared[kind])
                 if of_indexer:
                     of_indexers.append(of_indexer)
-            return x_BxSxE, of_indexers
+            return x, of_indexers
 
         # The second result comes back stacked, an entry for each repeat.
-        stack = hk.layer_stack(spec.repeats, with_per_layer_inputs=True, name="blocks")
-        x_BxSxE, of_indexers = stack(block)(x_BxSxE)
+        stack = hk.layer_stack(settings.repeats, with_per_layer_inputs=True, name="blocks")
+        x, of_indexers = stack(repeat)(x)
         of_indexers = jax.tree.map(lambda *x: jnp.stack(x).sum(), *of_indexers) if of_indexers else {}
-        x_BxSxE = RMSNorm(spec.norm_eps, name="final_norm")(x_BxSxE)
-        if spec.tied_head:
-            return product("bse,ve->bsv", x_BxSxE.astype(jnp.float32), embed.embeddings), of_indexers
-        return project("head", x_BxSxE.astype(jnp.float32), spec.vocab_size), of_indexers
+        x = RMSNorm(settings.norm_eps, name="final_norm")(x).astype(jnp.float32)
+        if settings.tied_head:
+            return product("bse,ve->bsv", x, embed.embeddings), of_indexers
+        return project("head", x, VOCAB_SIZE), of_indexers
 
     return hk.transform(forward)
 
 
-class Layer(hk.Module):
+class Block(hk.Module):
     """Attention and SwiGLU, each behind a norm and added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, kind: str, measure: bool, name: str):
+    def __init__(self, spec: Spec, kind: str, measure: bool, name: str):
         super().__init__(name=name)
-        self.measure = measure
-        self.spec = spec
-        self.kind = kind
+        self.spec, self.kind, self.measure = spec, kind, measure
 
     def __call__(
-        self, x_BxSxE: jax.Array, positions: jax.Array, segments: jax.Array | None, prepared: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Mean]]:
-        """[B, S, E] to [B, S, E] in the same dtype, and `Attention`'s second result; see `backends.Backend.prepare`."""
-        spec = self.spec
-        attention = Attention(
-            spec.attention, spec.rope, self.kind, spec.hidden, spec.norm_eps, spec.dtype, self.measure
-        )
-        normed = RMSNorm(spec.norm_eps, name="attention_norm")(x_BxSxE)
-        mixed, of_indexer = attention(normed, positions, segments, prepared)
-        x_BxSxE += mixed
-        normed = RMSNorm(spec.norm_eps, name="ffn_norm")(x_BxSxE)
-        gated = jax.nn.silu(project("ffn_gate", normed, spec.ffn_width)) * project("ffn_up", normed, spec.ffn_width)
-        return x_BxSxE + project("ffn_down", gated, spec.hidden), of_indexer
+        self, x: Float[Array, "B S E"], documents: Documents, prepared: Prepared
+    ) -> tuple[Float[Array, "B S E"], dict[str, Mean]]:
+        """The stream behind the block, in the same dtype, and `Attention`'s second result."""
+        settings = self.spec.settings.model
+        normed = RMSNorm(settings.norm_eps, name="attention_norm")(x)
+        mixed, of_indexer = Attention(self.spec, self.kind, self.measure)(normed, documents, prepared)
+        x += mixed
+        normed = RMSNorm(settings.norm_eps, name="ffn_norm")(x)
+        width = settings.ffn_width
+        gated = jax.nn.silu(project("ffn_gate", normed, width)) * project("ffn_up", normed, width)
+        return x + project("ffn_down", gated, settings.hidden), of_indexer

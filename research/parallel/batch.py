@@ -4,34 +4,34 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from research.errors import ConfigError
+from research.errors import ConfigError, SettingError
 from research.metrics import Mean
+from research.settings.config import Settings
 
 AXIS = "batch"
 
 
-def join(config: ml_collections.ConfigDict) -> None:
-    """Joins the processes that `config.distributed` describes; to be called before anything else asks for devices.
+def join(settings: Settings) -> None:
+    """Joins the processes that `settings.distributed` describes; to be called before anything else asks for devices.
 
     Raises:
       ConfigError: the processes would not know that they share a folder, or do not find each other.
     """
-    if not config.distributed.coordinator:
+    if not settings.distributed.coordinator:
         return
-    if not config.run.id:
-        raise ConfigError("config.run.id='': must be given with distributed.coordinator, the same for all processes")
+    if not settings.run.id:
+        raise SettingError("run.id", "", "given with distributed.coordinator, the same for all processes")
     try:
-        if config.distributed.coordinator == "auto":
+        if settings.distributed.coordinator == "auto":
             jax.distributed.initialize()
         else:
-            processes, process = config.distributed.num_processes, config.distributed.process_id
-            jax.distributed.initialize(config.distributed.coordinator, processes, process)
+            processes, process = settings.distributed.num_processes, settings.distributed.process_id
+            jax.distributed.initialize(settings.distributed.coordinator, processes, process)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"config.distributed.coordinator={config.distributed.coordinator!r}: {error}") from error
+        raise ConfigError(f"config.distributed.coordinator={settings.distributed.coordinator!r}: {error}") from error
 
 
 def mesh(batch_size: int) -> Mesh:
@@ -42,7 +42,7 @@ def mesh(batch_size: int) -> Mesh:
     """
     devices = jax.device_count()
     if batch_size % devices:
-        raise ConfigError(f"config.data.batch_size={batch_size}: must be a multiple of the {devices} devices")
+        raise SettingError("data.batch_size", batch_size, f"a multiple of the {devices} devices")
     return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
 

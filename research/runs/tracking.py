@@ -15,12 +15,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import ml_collections
-
 from research import errors
 from research.errors import ConfigError
 from research.runs import files
 from research.runs.folder import METRICS, is_writer
+from research.settings import fields
+from research.settings.config import Settings
 
 _PROGRAM = "research.runs.mirror"
 _START_SECONDS = 60.0  # for wandb to be there; it gives up by itself before
@@ -34,11 +34,11 @@ class Tracker:
     wandb starts along with it and follows the file, to which rows are only appended from then on; see `ready`.
     """
 
-    def __init__(self, folder: pathlib.Path, config: ml_collections.ConfigDict, say: Callable[[str], None] = print):
+    def __init__(self, folder: pathlib.Path, settings: Settings, say: Callable[[str], None] = print):
         """Continues the record in `folder`; `say` is told in a line what concerns wandb."""
         self._path, self._say = folder / METRICS, say
         self._summary: dict[str, Any] = {}
-        self._mirror = _Mirror(_job(folder, config)) if config.wandb.mode != "disabled" and is_writer() else None
+        self._mirror = _Mirror(_job(folder, settings)) if settings.wandb.mode != "disabled" and is_writer() else None
 
     def __enter__(self):
         return self
@@ -70,13 +70,13 @@ class Tracker:
         self._summary = results
 
 
-def send_table(folder: pathlib.Path, config: ml_collections.ConfigDict, name: str, rows: list[dict[str, Any]]) -> None:
+def send_table(folder: pathlib.Path, settings: Settings, name: str, rows: list[dict[str, Any]]) -> None:
     """The flat columns of rows as a table of that name in wandb, unless it is disabled; a failure is a warning."""
-    if config.wandb.mode == "disabled" or not is_writer():
+    if settings.wandb.mode == "disabled" or not is_writer():
         return
     columns = sorted({column for row in rows for column, value in row.items() if not isinstance(value, dict)})
     data = [[row.get(column) for column in columns] for row in rows]
-    mirror = _Mirror(_job(folder, config) | {"table": name, "columns": columns, "data": data, "rows": len(rows)})
+    mirror = _Mirror(_job(folder, settings) | {"table": name, "columns": columns, "data": data, "rows": len(rows)})
     try:
         notice = mirror.start()
     except ConfigError as error:
@@ -149,10 +149,10 @@ class _Mirror:
         self._answers.put({})
 
 
-def _job(folder: pathlib.Path, config: ml_collections.ConfigDict) -> dict[str, Any]:
+def _job(folder: pathlib.Path, settings: Settings) -> dict[str, Any]:
     return {
         "folder": str(folder.absolute()),
-        "project": config.wandb.project,
-        "mode": config.wandb.mode,
-        "config": json.loads(config.to_json_best_effort()),
+        "project": settings.wandb.project,
+        "mode": settings.wandb.mode,
+        "config": fields.as_json(settings),
     }

@@ -30,7 +30,7 @@ from typing import Any
 import ml_collections
 
 from research.errors import ConfigError
-from research.fields import Overrides, override, value
+from research.settings.fields import Overrides, override, value
 
 Row = dict[str, Any]  # a point of a sweep with its summary; see `research.sweeps.sweep.run_point`
 

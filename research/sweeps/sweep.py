@@ -18,12 +18,14 @@ from typing import Any
 
 import ml_collections
 
-from research import errors, exits, fields
-from research.config import validate
+from research import errors, exits
 from research.errors import ConfigError
 from research.runs import files
 from research.runs.folder import CONFIG, FINISHED, SUMMARY, in_use
+from research.settings import fields
+from research.settings.config import Settings, read
 from research.sweeps import children, experiment
+from research.validation import validate
 
 Note = Callable[[int, str], None]  # is told what happens to the point at a place
 FINISHED_BEFORE = "finished before"
@@ -110,10 +112,10 @@ def skipped(point: Point, name: str, status: str) -> experiment.Row:
     return _row(point, {"status": f"skipped: {name} failed", "message": f"it is after {name}, which ended: {status}"})
 
 
-def configs(
+def settings_of(
     target: str, common: fields.Overrides, platform: str, *, checks_memory: bool = True
-) -> list[tuple[fields.Overrides, ml_collections.ConfigDict]]:
-    """The points of a sweep as overrides and configs, each checked; `common` as in `plan`, the rest as in `validate`.
+) -> list[tuple[fields.Overrides, Settings]]:
+    """The points of a sweep as overrides and settings, each checked; `common` as in `plan`, the rest as in `validate`.
 
     Raises:
       ConfigError: a point is invalid; names every such point. Or no point is left.
@@ -124,8 +126,9 @@ def configs(
         config = module.get_config(arg)
         try:
             fields.override(config, common | point.overrides)
-            validate(config, platform, checks_memory=checks_memory)
-            found.append((point.overrides, config))
+            settings = read(config)
+            validate(settings, platform, checks_memory=checks_memory)
+            found.append((point.overrides, settings))
         except (ConfigError, NotImplementedError) as error:
             problems.append(f"\n  {point.label}: {error}")
     if problems:
@@ -133,21 +136,29 @@ def configs(
     return found
 
 
-def _point(target, config, common, point, platform, fresh) -> Point:
+def _point(
+    target: str,
+    config: ml_collections.ConfigDict,
+    common: fields.Overrides,
+    point: experiment.Point,
+    platform: str,
+    fresh: bool,
+) -> Point:
     overrides = point.overrides
     fields.override(config, common | overrides)
-    validate(config, platform)
-    root = pathlib.Path(config.run.root) / folder_name(target, common)
+    settings = read(config)
+    validate(settings, platform)
+    root = pathlib.Path(settings.run.root) / folder_name(target, common)
     place = {"run.root": str(root), "run.id": point.label}
     folder = root / place["run.id"]
     flags = experiment.as_flags(common | overrides | place)
     summary = {} if fresh else files.read_json(folder / SUMMARY)
     stored = {} if fresh else files.read_json(folder / CONFIG)
-    if stored and (changed := fields.differences(stored, fields.as_json(config))):
+    if stored and (changed := fields.differences(stored, fields.as_json(settings))):
         raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
     command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
     finished = summary.get("status") == FINISHED
-    return Point(overrides, folder, config.model.layers, command, finished, point.after)
+    return Point(overrides, folder, settings.model.layers, command, finished, point.after)
 
 
 def folder_name(target: str, common: fields.Overrides) -> str:
@@ -281,5 +292,5 @@ def _from_here(path: str | pathlib.Path) -> str:
 
 def detect_platform() -> str:
     """The platform on which the points will run: asked for in a process of its own, for a TPU serves one at a time."""
-    command = (sys.executable, "-c", "from research.attention import backends; print(backends.platform())")
+    command = (sys.executable, "-c", "from research.attention import attend; print(attend.platform())")
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]

@@ -3,17 +3,17 @@
 from typing import Any
 
 import jax
-import ml_collections
 import rich.console
 
-from research import config as config_lib
-from research.model import spec as model_spec
+from research import data as data_lib
 from research.parallel import batch as parallel
+from research.settings.config import Settings, as_config
 from research.training import flops, optimizer, report, trainer
 from research.training import step as step_lib
+from research.validation import validate
 
 
-def dry_run(config: ml_collections.ConfigDict, console: rich.console.Console) -> None:
+def dry_run(settings: Settings, console: rich.console.Console) -> None:
     """Prints the resolved config, what takes effect, all shapes, FLOPs, and the memory of a step and of validation.
 
     Both are compiled.
@@ -23,24 +23,24 @@ def dry_run(config: ml_collections.ConfigDict, console: rich.console.Console) ->
       NotImplementedError: a backend cannot serve the request.
       MemoryError: the compiler finds too little memory.
     """
-    config_lib.validate(config)
-    mesh = parallel.mesh(config.data.batch_size)
-    data, spec = trainer.read_data(config), model_spec.from_config(config)
-    state = jax.eval_shape(lambda: step_lib.init(spec, optimizer.build(config), config.seed))
+    spec = validate(settings)
+    mesh = parallel.mesh(settings.data.batch_size)
+    data = data_lib.build(settings, spec.alignment)
+    state = jax.eval_shape(lambda: step_lib.init(spec, optimizer.build(spec), settings.seed))
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parallel.replicated(mesh)), state)
     batch = jax.tree.map(_shape, parallel.distribute(next(data.validation_batches(1)), mesh))
 
-    console.print(str(config), markup=False, highlight=False)
-    report.show_run(console, config, state.params, config_lib.effective(config))
+    console.print(str(as_config(settings)), markup=False, highlight=False)
+    report.show_run(console, settings, state.params, spec.effective())
     told = ", ".join(f"{name} {value:,}" for name, value in data.describe().items() if isinstance(value, int))
     console.print(
         f"data: {data.describe()['source']}, {told.replace('_', ' ')}; "
         f"batch: int32 {[*batch['inputs'].shape]} over {mesh.size} devices",
         soft_wrap=True,
     )
-    per_token = flops.per_token(spec, config.data.seq_len, state.params)
+    per_token = flops.per_token(spec, state.params)
     console.print(f"FLOPs of training: {per_token:.4g} a token, {per_token * batch['inputs'].size:.4g} a step")
-    *_, cost = trainer.programs(config, state, batch, mesh)
+    *_, cost = trainer.programs(spec, state, batch, mesh)
     report.show_memory(console, state, batch, cost)
 
 

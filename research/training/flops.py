@@ -4,15 +4,15 @@ import haiku as hk
 import jax
 
 from research import hardware
-from research.attention.visibility import HeavilyCompressed, SlidingWindow
-from research.model.spec import ModelSpec
+from research.attention.spec import Spec
+from research.attention.visibility import SlidingWindow
 from research.training.optimizer import group
 
 # Parameters that no matrix product reads.
 _NOT_MULTIPLIED = ("scale", "sinks", "position_bias")
 
 
-def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
+def per_token(spec: Spec, params: hk.Params) -> float:
     """FLOPs of forward and backward pass for a token in a row that is one document.
 
     6 for every parameter that the token is multiplied with, and 12 times heads times head width for every key that it
@@ -23,31 +23,28 @@ def per_token(spec: ModelSpec, seq_len: int, params: hk.Params) -> float:
     heads' product with them. Packed documents see fewer keys; norms, RoPE, softmax and pooling are left out.
 
     Args:
-      spec: the model.
-      seq_len: tokens per row.
+      spec: the model, and the length of its rows.
       params: its parameters, or their shapes.
     """
-    attention = spec.attention
-    model = 3 if attention.trains_model else 1
-    indexer = 3 if attention.trains_indexer else int(attention.selects)
+    attention, seq_len, repeats = spec.settings.attention, spec.settings.data.seq_len, spec.settings.model.repeats
+    model = 3 if spec.trains_model else 1
+    indexer = 3 if spec.trains_indexer else int(spec.selects)
     flops = 0.0
     for module, name, value in hk.data_structures.traverse(params):
-        looked_up = name == "embeddings" and not spec.tied_head
+        looked_up = name == "embeddings" and not spec.settings.model.tied_head
         if name not in _NOT_MULTIPLIED and not looked_up:
             flops += 2 * (indexer if group(module) == "indexer" else model) * value.size
-    for kind in spec.layers:
-        visibility = attention.visibility(kind)
-        pairs = visibility.pairs(seq_len) / seq_len
-        flops += spec.repeats * 4 * model * pairs * attention.heads * attention.head_width
-        if kind == "csa":
+    for kind in spec.settings.model.layers:
+        pairs = spec.attend(kind).visibility.pairs(seq_len) / seq_len
+        flops += repeats * 4 * model * pairs * attention.heads * attention.head_width
+        if (visibility := spec.visibility(kind)).selects:
             local = SlidingWindow(attention.window).pairs(seq_len) / seq_len
-            entries = HeavilyCompressed(attention.window, attention.csa_ratio)
-            complete, attended = entries.pairs(seq_len) / seq_len - local, pairs - local
-            scored = complete if attention.selects or attention.trains_indexer else 0.0
-            if attention.trains_indexer:
+            complete, attended = visibility.unselected().pairs(seq_len) / seq_len - local, pairs - local
+            scored = complete if spec.selects or spec.trains_indexer else 0.0
+            if spec.trains_indexer:
                 scored += 2 * attended
-                flops += spec.repeats * 2 * attended * attention.heads * attention.head_width
-            flops += spec.repeats * 2 * scored * attention.index_heads * attention.index_head_width
+                flops += repeats * 2 * attended * attention.heads * attention.head_width
+            flops += repeats * 2 * scored * attention.index_heads * attention.index_head_width
     return flops
 
 

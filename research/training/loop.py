@@ -3,26 +3,26 @@
 import math
 import pathlib
 import statistics
+from collections.abc import Callable
 from typing import Any
 
-import ml_collections
 import rich.console
 from jax.experimental import multihost_utils
 
-from research import config as config_lib
 from research import errors
 from research.errors import ConfigError
-from research.fields import Overrides
 from research.parallel.agreement import together
 from research.runs import checkpoints, tracking
 from research.runs import folder as folder_lib
+from research.settings.config import WARM_UP_STEPS, Settings
+from research.settings.fields import Overrides
 from research.training import flops, inspection, profile, report
 from research.training.interruption import Interruption
 from research.training.trainer import Trainer
 
 
 def train(
-    folder: pathlib.Path, config: ml_collections.ConfigDict, overrides: Overrides, console: rich.console.Console
+    folder: pathlib.Path, settings: Settings, overrides: Overrides, console: rich.console.Console
 ) -> dict[str, Any]:
     """Trains from the newest checkpoint in `folder`, or from the start; returns what the summary is to say of it.
 
@@ -41,25 +41,25 @@ def train(
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     with Interruption() as interruption:
-        trainer = together(lambda: Trainer(config))
-        report.show_run(console, config, trainer.state.params, trainer.effective)
+        trainer = together(lambda: Trainer(settings))
+        report.show_run(console, settings, trainer.state.params, trainer.effective)
         say(f"run folder: {folder}")
         restored = checkpoints.newest(folder / checkpoints.FOLDER, trainer.state, say)
         source = {}
         if restored:
             trainer.restore(restored.step, restored.state, restored.iterator)
             say(f"resumed after step {trainer.done}")
-        elif config.train.start_from:
+        elif settings.train.start_from:
             source = together(trainer.start_from)
-        together(lambda: _record_start(folder, config, overrides, trainer, restored, source, say))
-        run = _Run(folder, config, trainer, interruption)
-        with tracking.Tracker(folder, config, say) as tracker:
+        together(lambda: _record_start(folder, settings, overrides, trainer, restored, source, say))
+        run = _Run(folder, settings, trainer, interruption)
+        with tracking.Tracker(folder, settings, say) as tracker:
             together(tracker.ready)
             run.stop_if_asked()
             trainer.compile()
             run.stop_if_asked()
-            writer = checkpoints.Writer(folder / checkpoints.FOLDER, config.train.keep_last, config.train.keep_best)
-            with writer, report.progress(console, trainer.done, config.train.steps) as advance:
+            writer = checkpoints.Writer(folder / checkpoints.FOLDER, settings.train.keep_last, settings.train.keep_best)
+            with writer, report.progress(console, trainer.done, settings.train.steps) as advance:
                 run.steps(writer, tracker, restored.row if restored else {}, advance)
                 writer.wait()
             multihost_utils.sync_global_devices("all is recorded")
@@ -68,7 +68,7 @@ def train(
                 **trainer.cost,
                 **profile.peak_memory(),
                 "parameters": report.count(trainer.state.params),
-                "requested": config_lib.requested(config),
+                "requested": settings.attention.requested(),
                 "effective": trainer.effective,
                 **_started_from(folder),
             }
@@ -76,13 +76,21 @@ def train(
     return results
 
 
-def _record_start(folder: pathlib.Path, config, overrides, trainer: Trainer, restored, source, say) -> None:
+def _record_start(
+    folder: pathlib.Path,
+    settings: Settings,
+    overrides: Overrides,
+    trainer: Trainer,
+    restored: checkpoints.Restored | None,
+    source: dict[str, Any],
+    say: Callable[[str], None],
+) -> None:
     """Makes the records those of a run that has done `trainer.done` steps, or raises ConfigError."""
     done, rows = trainer.done, folder_lib.read_rows(folder)
     pending = bool(restored and restored.row)
     ended = pending or any(row["step"] == done and "val_loss" in row for row in rows)
-    if done > config.train.steps or (done == config.train.steps and not ended):
-        raise ConfigError(f"config.train.steps={config.train.steps}: must be more than the {done} that are done")
+    if done > settings.train.steps or (done == settings.train.steps and not ended):
+        raise settings.train.error("steps", f"more than the {done} that are done")
     starts, corpus = folder_lib.read_starts(folder), trainer.data.describe()
     if not done and any(start.get("resumed_after") for start in starts):
         raise errors.DamagedError(
@@ -91,7 +99,7 @@ def _record_start(folder: pathlib.Path, config, overrides, trainer: Trainer, res
     before = starts[-1] if starts else {}
     if done and before.get("corpus", {}).get("digest") != corpus["digest"]:
         raise ConfigError(
-            f"config.data.path={config.data.path!r}: is not the text that the run was started with "
+            f"config.data.path={settings.data.path!r}: is not the text that the run was started with "
             f"({before.get('corpus') or 'unknown'} there, {corpus} here)"
         )
     here = folder_lib.environment() | {"corpus": corpus, "overrides": overrides, "resumed_after": done}
@@ -112,45 +120,45 @@ def _started_from(folder: pathlib.Path) -> dict[str, Any]:
 class _Run:
     """The steps of a run, and where it stands with saving them."""
 
-    def __init__(self, folder: pathlib.Path, config, trainer: Trainer, interruption: Interruption):
-        self._folder, self._config, self._trainer, self._interruption = folder, config, trainer, interruption
+    def __init__(self, folder: pathlib.Path, settings: Settings, trainer: Trainer, interruption: Interruption):
+        self._folder, self._settings, self._trainer, self._interruption = folder, settings, trainer, interruption
         self._saved = trainer.done
 
-    def stop_if_asked(self, save=None) -> None:
+    def stop_if_asked(self, save: Callable[[], None] = lambda: None) -> None:
         """Raises InterruptedRunError after a signal; `save()` first, where steps are done that are not saved."""
         if not (signal := self._interruption.received()):
             return
-        done, steps = self._trainer.done, self._config.train.steps
+        done, steps = self._trainer.done, self._settings.train.steps
         if done > self._saved:
             save()
         what = (
             f"after step {done} of {steps}, which is saved" if done else "before the first step, nothing is saved yet"
         )
         raise errors.InterruptedRunError(
-            f"{signal} {what}; start again with --config.run.id={self._config.run.id} to go on"
+            f"{signal} {what}; start again with --config.run.id={self._settings.run.id} to go on"
         )
 
     def steps(self, writer: checkpoints.Writer, tracker: tracking.Tracker, pending: dict[str, Any], advance) -> None:
         """The steps that are left; `pending` is what the last one done has still to log."""
-        config, trainer = self._config, self._trainer
+        settings, trainer = self._settings, self._trainer
         rows = folder_lib.read_rows(self._folder)
         writer.validated({row["step"]: row["val_loss"] for row in rows if "val_loss" in row})
         if pending and trainer.done not in {row["step"] for row in rows}:
             self._log(writer, tracker, trainer.done, pending)
         meter = _Meter(trainer.cost["flops_per_token"])
-        first_traced = trainer.done + 1 + config_lib.WARM_UP_STEPS
-        with profile.Profiler(self._folder / profile.FOLDER, first_traced, config.profile.steps) as profiler:
-            for step in range(trainer.done + 1, config.train.steps + 1):
+        first_traced = trainer.done + 1 + WARM_UP_STEPS
+        with profile.Profiler(self._folder / profile.FOLDER, first_traced, settings.profile.steps) as profiler:
+            for step in range(trainer.done + 1, settings.train.steps + 1):
                 self.stop_if_asked(lambda: self._save(writer, {}))
                 with profiler.step(step):
                     row, fetching, stepping = trainer.update()
                 meter.add(int((trainer.batch["segments"] >= 0).sum()), fetching, stepping)
                 _require_finite(row, step, self._folder, trainer)
 
-                logged = self._validates(step) or _due(step, config.train.log_every)
+                logged = self._validates(step) or _due(step, settings.train.log_every)
                 if logged:
                     row |= meter.read()
-                if step == config.train.steps or _due(step, config.train.checkpoint_every):
+                if step == settings.train.steps or _due(step, settings.train.checkpoint_every):
                     # Before validation, which may fail or be stopped and only measures.
                     self._save(writer, row if logged else {})
                 if logged:
@@ -158,7 +166,7 @@ class _Run:
                 advance(row)
 
     def _validates(self, step: int) -> bool:
-        return step == self._config.train.steps or _due(step, self._config.train.eval_every)
+        return step == self._settings.train.steps or _due(step, self._settings.train.eval_every)
 
     def _save(self, writer: checkpoints.Writer, pending: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -172,7 +180,7 @@ class _Run:
             def stop() -> None:
                 self.stop_if_asked(lambda: self._save(writer, row))
 
-            found = self._trainer.evaluate(self._config.train.eval_batches, stop)
+            found = self._trainer.evaluate(self._settings.train.eval_batches, stop)
             row = row | {f"val_{name}": value for name, value in found.items()}
             _require_finite(row, step, self._folder, self._trainer)
             writer.validated({step: row["val_loss"]})
@@ -220,7 +228,7 @@ class _Meter:
 
 def _outcome(rows: list[dict[str, float]]) -> dict[str, float]:
     """Where the losses ended, and the typical speed; the last row has a validation."""
-    last, steady = rows[-1], rows[config_lib.WARM_UP_STEPS :] or rows
+    last, steady = rows[-1], rows[WARM_UP_STEPS:] or rows
     typical = {
         # Where the rows are of several devices' kinds, some may lack a number: mfu is told of known chips only.
         name: statistics.median(row[name] for row in steady if name in row)

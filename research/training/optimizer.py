@@ -6,48 +6,46 @@ Apart, since the indexers have a loss of their own, which is to leave the model 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import ml_collections
 import optax
 
-from research.attention.spec import AttentionSpec
-from research.model import spec as model_spec
+from research.attention.spec import Spec
+from research.settings.config import Settings
 
 
-def learning_rate(config: ml_collections.ConfigDict) -> optax.Schedule:
+def learning_rate(settings: Settings) -> optax.Schedule:
     """The learning rate of each update, counted from 0.
 
     Update i of the warm-up takes the share (i + 1) / (warmup_steps + 1), so that none is lost to a rate of 0; a cosine
     leads from the full rate at update `warmup_steps` to `final_fraction` of it at `train.steps`.
     """
-    peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
+    peak, warmup = settings.optimizer.learning_rate, settings.optimizer.warmup_steps
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (warmup + 1),
         peak_value=peak,
         warmup_steps=warmup,
-        decay_steps=config.train.steps,
-        end_value=peak * config.optimizer.final_fraction,
+        decay_steps=settings.train.steps,
+        end_value=peak * settings.optimizer.final_fraction,
     )
 
 
-def build(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
-    """The optimizer that `config.optimizer` describes, over `config.train.steps` updates.
+def build(spec: Spec) -> optax.GradientTransformation:
+    """The optimizer that `settings.optimizer` describes, over `settings.train.steps` updates.
 
     Parameters that the stage of CSA does not train stay as they are, and so does what is remembered of them. The
     state's tree is the same in every stage.
     """
-    settings = config.optimizer
+    settings = spec.settings.optimizer
     adamw = optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         optax.adamw(
-            learning_rate(config),
+            learning_rate(spec.settings),
             b1=settings.b1,
             b2=settings.b2,
             weight_decay=settings.weight_decay,
             mask=decayed,
         ),
     )
-    trained = trains(model_spec.from_config(config).attention)
-    groups = {name: adamw if learns else _kept(adamw) for name, learns in trained.items()}
+    groups = {name: adamw if learns else _kept(adamw) for name, learns in trains(spec).items()}
     return optax.partition(groups, lambda params: hk.data_structures.map(lambda module, *_: group(module), params))
 
 
@@ -56,9 +54,9 @@ def group(module: str) -> str:
     return "indexer" if "indexer" in module.split("/") else "model"
 
 
-def trains(attention: AttentionSpec) -> dict[str, bool]:
+def trains(spec: Spec) -> dict[str, bool]:
     """Which groups learn."""
-    return {"model": attention.trains_model, "indexer": attention.trains_indexer}
+    return {"model": spec.trains_model, "indexer": spec.trains_indexer}
 
 
 def restarted(opt_state: optax.OptState) -> optax.OptState:

@@ -1,31 +1,31 @@
 """What a run shows on the terminal."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import haiku as hk
 import jax
-import ml_collections
 import rich.box
 import rich.console
 import rich.progress
 import rich.table
 
-from research import fields
-from research.config import base_config
+from research.settings import fields
+from research.settings.config import Settings
 from research.training.step import State
 
 
 def show_run(
     console: rich.console.Console,
-    config: ml_collections.ConfigDict,
+    settings: Settings,
     params: hk.Params,
     effective: dict[str, dict[str, Any]],
 ) -> None:
     """Prints how the config differs from the base, the parameters (or their shapes), and the attention settings."""
-    console.print(_config_table(config), _parameter_table(params), _effective_table(effective))
+    console.print(_config_table(settings), _parameter_table(params), _effective_table(effective))
 
 
 def show_memory(console: rich.console.Console, state: State, batch: dict[str, Any], cost: dict[str, Any]) -> None:
@@ -93,13 +93,12 @@ _SHOWN = {
 }
 
 
-def _config_table(config: ml_collections.ConfigDict) -> rich.table.Table:
-    base = base_config()
+def _config_table(settings: Settings) -> rich.table.Table:
     table = rich.table.Table("field", "base", "this run", title="config, where it differs from the base", box=_BOX)
-    for name in fields.field_names(config):
-        was, is_now = fields.value(base, name), fields.value(config, name)
-        if was != is_now:
-            table.add_row(name, str(was), str(is_now))
+    base, here = (fields.flat(dataclasses.asdict(which)) for which in (Settings(), settings))
+    for name, value in here.items():
+        if value != base[name]:
+            table.add_row(name, str(base[name]), str(value))
     return table
 
 

@@ -4,15 +4,16 @@ import contextlib
 import pathlib
 from typing import Any
 
-import ml_collections
 import rich.console
 
-from research import errors, fields
+from research import errors
 from research.errors import ConfigError
-from research.fields import Overrides
 from research.parallel.agreement import together
 from research.runs import files
 from research.runs.folder import CONFIG, FINISHED, SUMMARY, is_writer, owned
+from research.settings import fields
+from research.settings.config import Settings
+from research.settings.fields import Overrides
 from research.training import loop
 
 # What a run may go on with although it differs from what it was started with.
@@ -21,12 +22,12 @@ _MAY_CHANGE = tuple(
 )
 
 
-def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.console.Console) -> dict[str, Any]:
+def run(settings: Settings, overrides: Overrides, console: rich.console.Console) -> dict[str, Any]:
     """Trains from the start, or from the newest checkpoint in the run's folder, to the end.
 
     Args:
-      config: a full config; `run.root` and `run.id` name the folder, `research.runs.folder` says what it holds.
-      overrides: how the config differs from its experiment's; for the record.
+      settings: of everything; `run.root` and `run.id` name the folder, `research.runs.folder` says what it holds.
+      overrides: how the settings differ from the experiment's; for the record.
       console: where to show the configuration and progress.
 
     Returns:
@@ -40,15 +41,15 @@ def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.c
       What else `loop.train` raises. All but the refusal to touch the folder are recorded in `summary.json`, as
         `errors.kind` names them.
     """
-    folder = pathlib.Path(config.run.root) / config.run.id
+    folder = pathlib.Path(settings.run.root) / settings.run.id
     with contextlib.ExitStack() as stack:
         together(lambda: stack.enter_context(owned(folder)) if is_writer() else None)
-        summary = together(lambda: _claim(folder, config, console))
-        if summary.get("status") == FINISHED and summary["steps"] >= config.train.steps:
+        summary = together(lambda: _claim(folder, settings, console))
+        if summary.get("status") == FINISHED and summary["steps"] >= settings.train.steps:
             console.print(f"{folder} is finished, nothing to do", soft_wrap=True)
             return summary
         try:
-            results = loop.train(folder, config, overrides, console)
+            results = loop.train(folder, settings, overrides, console)
         except Exception as error:
             _summarize(folder, {"status": errors.kind(error), "message": str(error), "overrides": overrides})
             raise
@@ -58,18 +59,18 @@ def run(config: ml_collections.ConfigDict, overrides: Overrides, console: rich.c
         return summary
 
 
-def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: rich.console.Console) -> dict[str, Any]:
+def _claim(folder: pathlib.Path, settings: Settings, console: rich.console.Console) -> dict[str, Any]:
     """Makes the folder this config's, and returns the summary of a run that ended in it well, else {}.
 
     Raises:
       ConfigError: it is another config's.
     """
-    there, here = files.read_json(folder / CONFIG), fields.as_json(config)
+    there, here = files.read_json(folder / CONFIG), fields.as_json(settings)
     summary = files.read_json(folder / SUMMARY)
     changed = fields.differences(there, here) if there else []
     if any(not change.startswith(_MAY_CHANGE) for change in changed):
         raise ConfigError(
-            f"config.run.id={config.run.id!r}: {folder} holds a run with other settings ({'; '.join(changed)}); "
+            f"config.run.id={settings.run.id!r}: {folder} holds a run with other settings ({'; '.join(changed)}); "
             "choose another id, or remove the folder"
         )
     for change in changed:
@@ -79,7 +80,7 @@ def _claim(folder: pathlib.Path, config: ml_collections.ConfigDict, console: ric
             console.print(f"config.{name}: newer than the run; its default {default!r} is assumed", soft_wrap=True)
     if is_writer():
         files.write_json(folder / CONFIG, here)
-        if summary.get("status") != FINISHED or summary["steps"] < config.train.steps:
+        if summary.get("status") != FINISHED or summary["steps"] < settings.train.steps:
             (folder / SUMMARY).unlink(missing_ok=True)  # how an earlier attempt ended
     return summary
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from research.attention import backends
-from research.attention.spec import AttentionSpec
+from research.attention.attend import Documents
+from research.attention.spec import Spec
+from research.attention.visibility import KINDS
 from research.metrics import Mean
 from research.model import language_model
-from research.model.spec import ModelSpec
 from research.parallel import batch as parallel
+from research.settings.attention import Kernel
 from research.training import accuracy, loss
 from research.training import optimizer as optimizer_lib
 
@@ -30,26 +31,29 @@ class State(NamedTuple):
 
 
 def init(
-    spec: ModelSpec, optimizer: optax.GradientTransformation, seed: int, sharding: jax.sharding.Sharding | None = None
+    spec: Spec, optimizer: optax.GradientTransformation, seed: int, sharding: jax.sharding.Sharding | None = None
 ) -> State:
     """The state before the first update, laid out as `sharding` says; `seed` is from 0 to 2**32 - 1.
 
     Parameters depend neither on the backend nor on the length, so they are made by the dense one, on the shortest
     sequence that has a compressed entry of every kind: Haiku runs the whole model for it.
     """
-    attention = dataclasses.replace(
-        spec.attention, backend="dot_product", csa_schedule="auto", **dataclasses.asdict(backends.Options())
-    )
-    model = language_model.build(dataclasses.replace(spec, attention=attention))
-    tokens = jnp.zeros((1, max(attention.csa_ratio, attention.hca_ratio)), jnp.int32)
+    attention = {"backend": "dot_product", **dataclasses.asdict(Kernel())}
+    model = language_model.build(dataclasses.replace(spec, settings=spec.settings.replace(attention=attention)))
+    shortest = max(spec.visibility(kind).stride for kind in KINDS)
 
     def create(key):
-        params = model.init(key, tokens, tokens, tokens)
+        params = model.init(key, jnp.zeros((1, shortest), jnp.int32), Documents.whole(1, shortest))
         return State(params, optimizer.init(params))
 
     # Named, for JAX's defaults are the environment's to change, and with them the numbers of a seed.
     with jax.threefry_partitionable(True):
         return jax.jit(create, out_shardings=sharding)(jax.random.key(seed, impl="threefry2x32"))
+
+
+def documents(batch: dict) -> Documents:
+    """Of a batch's tokens."""
+    return Documents(batch["positions"], batch["segments"])
 
 
 def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
@@ -60,13 +64,13 @@ def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, M
       indexer_...: what the model says of its indexers, over the layers and tokens that they have a part in; see
         `research.attention.indexer.loss`.
     """
-    logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    logits, of_indexers = model.apply(params, None, batch["inputs"], documents(batch))
     return _losses(logits, of_indexers, batch)
 
 
 def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
     """What validation asks for: as `losses`, and a recall task's accuracy."""
-    logits, of_indexers = model.apply(params, None, batch["inputs"], batch["positions"], batch["segments"])
+    logits, of_indexers = model.apply(params, None, batch["inputs"], documents(batch))
     means = _losses(logits, of_indexers, batch)
     if "distances" in batch:
         means |= accuracy.by_distance(logits, batch["targets"], batch["distances"])
@@ -79,9 +83,9 @@ def _losses(logits: jax.Array, of_indexers: dict[str, Mean], batch: dict) -> dic
 
 
 def make_update(
+    spec: Spec,
     model: hk.Transformed,
     optimizer: optax.GradientTransformation,
-    attention: AttentionSpec,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[[State, dict], tuple[State, Metrics]]:
     """Returns `(state, batch) -> (state, metrics)`.
@@ -91,8 +95,8 @@ def make_update(
     before clipping, of all that learns. Where one of them is not finite, the state returned is the one given: what led
     there can be looked at. With a mesh, the devices share the rows of the batch; see `parallel.gradients`.
     """
-    trains = optimizer_lib.trains(attention)
-    weights = {"loss": 1.0, "indexer_kl": attention.indexer_loss_weight}
+    trains = optimizer_lib.trains(spec)
+    weights = {"loss": 1.0, "indexer_kl": spec.settings.attention.indexer_loss_weight}
 
     def terms(trained: hk.Params, fixed: hk.Params, batch: dict) -> dict[str, Mean]:
         return losses(model, hk.data_structures.merge(trained, fixed), batch)

@@ -10,22 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 
-from research import config as config_lib
 from research import data as data_lib
 from research import errors
+from research.attention.spec import Spec
 from research.errors import ConfigError, DamagedError
 from research.metrics import Mean
 from research.model import language_model
-from research.model import spec as model_spec
 from research.parallel import batch as parallel
 from research.runs import checkpoints, files
 from research.runs.folder import FINISHED, SUMMARY
+from research.settings.config import Settings
 from research.training import flops, optimizer
 from research.training import step as step_lib
 from research.training.loss import bits_per_byte
+from research.validation import validate
 
 
 class Trainer:
@@ -43,23 +43,22 @@ class Trainer:
       cost: of `programs`, and flops_per_token; after `compile`.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict):
+    def __init__(self, settings: Settings):
         """Reads the data and makes the first state.
 
         Raises:
           ConfigError: a setting is impossible.
           NotImplementedError: a backend cannot serve the request.
         """
-        config_lib.validate(config)
-        self.effective = config_lib.effective(config)
-        self.spec = model_spec.from_config(config)
-        self.data = read_data(config)
+        self.spec = validate(settings)
+        self.effective = self.spec.effective()
+        self.data = data_lib.build(settings, self.spec.alignment)
         self.iterator, self.batch, self.nonfinite_batch = self.data.train_iterator(), None, None
-        self._config, self._mesh = config, parallel.mesh(config.data.batch_size)
+        self._settings, self._mesh = settings, parallel.mesh(settings.data.batch_size)
         self.done = 0
-        with in_memory(self._config, "making the first state"):
+        with in_memory(self._settings, "making the first state"):
             sharding = parallel.replicated(self._mesh)
-            self.state = step_lib.init(self.spec, optimizer.build(config), config.seed, sharding)
+            self.state = step_lib.init(self.spec, optimizer.build(self.spec), settings.seed, sharding)
 
     def restore(self, done: int, state: step_lib.State, iterator: dict[str, Any]) -> None:
         """Goes on from a checkpoint."""
@@ -78,10 +77,10 @@ class Trainer:
           ConfigError: the run has not ended well, or has no such checkpoint, or one of another shape.
           DamagedError: the checkpoint is not whole.
         """
-        source = self._config.train.start_from
+        source = self._settings.train.start_from
         field = f"config.train.start_from={source!r}"
         name, _, number = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
-        folder = pathlib.Path(self._config.run.root) / name
+        folder = pathlib.Path(self._settings.run.root) / name
         status = files.read_json(folder / SUMMARY).get("status", "unfinished, or no run")
         if status != FINISHED:
             raise ConfigError(f"{field}: {folder} is {status}; must be a run that ended well, by its id or path")
@@ -101,8 +100,8 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the update and the validation, and learns their `cost`."""
         shapes = parallel.distribute(next(self.data.validation_batches(1)), self._mesh)
-        self._update, self._measures, cost = programs(self._config, self.state, shapes, self._mesh)
-        self.cost = cost | {"flops_per_token": flops.per_token(self.spec, self._config.data.seq_len, self.state.params)}
+        self._update, self._measures, cost = programs(self.spec, self.state, shapes, self._mesh)
+        self.cost = cost | {"flops_per_token": flops.per_token(self.spec, self.state.params)}
 
     def update(self) -> tuple[dict[str, float], float, float]:
         """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.
@@ -113,7 +112,7 @@ class Trainer:
         start = time.perf_counter()
         self.batch = next(self.iterator)
         fetched = time.perf_counter()
-        with in_memory(self._config, f"step {self.done + 1}"):
+        with in_memory(self._settings, f"step {self.done + 1}"):
             self.state, metrics = self._update(self.state, parallel.distribute(self.batch, self._mesh))
             # Waiting here keeps step times exact, and names the step at which a loss goes wrong.
             row = {name: value.item() for name, value in jax.device_get(metrics).items()}
@@ -133,7 +132,7 @@ class Trainer:
         """
         sums: dict[str, Mean] = {}
         self.nonfinite_batch = None
-        with in_memory(self._config, "validation"):
+        with in_memory(self._settings, "validation"):
             for batch in self.data.validation_batches(batches):
                 before_batch()
                 found = jax.device_get(self._measures(self.state.params, parallel.distribute(batch, self._mesh)))
@@ -150,7 +149,7 @@ class Trainer:
 
 
 def programs(
-    config: ml_collections.ConfigDict, state: step_lib.State, batch: dict[str, jax.Array], mesh: jax.sharding.Mesh
+    spec: Spec, state: step_lib.State, batch: dict[str, jax.Array], mesh: jax.sharding.Mesh
 ) -> tuple[Callable, Callable, dict[str, Any]]:
     """Compiles what training runs, for these arrays or their shapes.
 
@@ -161,27 +160,18 @@ def programs(
     Raises:
       MemoryError: the compiler finds too little memory.
     """
-    spec = model_spec.from_config(config)
-    update = step_lib.make_update(language_model.build(spec), optimizer.build(config), spec.attention, mesh)
+    update = step_lib.make_update(spec, language_model.build(spec), optimizer.build(spec), mesh)
     measures = functools.partial(step_lib.measures, language_model.build(spec, measure=True))
-    with in_memory(config, "compiling the step"):
+    with in_memory(spec.settings, "compiling the step"):
         step = step_lib.compile_program(update, state, batch, donated=0)
-    with in_memory(config, "compiling the validation"):
+    with in_memory(spec.settings, "compiling the validation"):
         validation = step_lib.compile_program(parallel.totals(measures, mesh), state.params, batch)
     cost = step.cost | {f"eval_{name}": value for name, value in validation.cost.items()}
     return step.program, validation.program, cost
 
 
-def in_memory(config: ml_collections.ConfigDict, doing: str) -> contextlib.AbstractContextManager[None]:
+def in_memory(settings: Settings, doing: str) -> contextlib.AbstractContextManager[None]:
     """`errors.of_memory` with the settings that decide about memory."""
-    sizes = (f"data.batch_size={config.data.batch_size}", f"data.seq_len={config.data.seq_len}")
-    settings = ", ".join(f"config.{setting}" for setting in (*sizes, f"model.remat={config.model.remat}"))
-    return errors.of_memory(doing, f"too much with {settings}")
-
-
-def read_data(config: ml_collections.ConfigDict) -> data_lib.Data:
-    """The data of a config; what `data.path` points to is seen only here, and refused as a ConfigError."""
-    try:
-        return data_lib.build(config, config_lib.alignment(config))
-    except ValueError as error:
-        raise config_lib.ConfigError(str(error)) from error
+    sizes = (f"data.batch_size={settings.data.batch_size}", f"data.seq_len={settings.data.seq_len}")
+    told = ", ".join(f"config.{setting}" for setting in (*sizes, f"model.remat={settings.model.remat}"))
+    return errors.of_memory(doing, f"too much with {told}")

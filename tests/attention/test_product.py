@@ -17,7 +17,7 @@ from research.attention.indexer import kernel as index_kernel
 from research.attention.layer.attention import Attention
 from research.attention.product import precision_name, product
 from research.attention.spec import KINDS
-from research.config import base_config
+from research.settings.config import base_config
 from research.model import language_model
 from research.model import spec as model_spec
 from tests.attention.backends import strategies as lib

@@ -9,7 +9,7 @@ from ml_collections import config_flags
 
 from analysis import plot
 from research import config as config_lib
-from research import fields
+from research.settings import fields
 from research.sweeps import experiment
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from wandb import wandb_agent
 from wandb.sdk.launch.sweeps import utils as sweep_utils
 
 from launch import flags
-from research import fields
+from research.settings import fields
 from research.errors import ConfigError
 from research.sweeps import agents, experiment, sweep
 from tests import tiny

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from research.attention import backends
-from research.config import base_config
+from research.settings.config import base_config
 from research.model import language_model
 from research.model import spec as model_spec
 from research.training import step as step_lib

@@ -10,7 +10,7 @@ import haiku as hk
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
 from research.metrics import Mean
-from research.config import base_config
+from research.settings.config import base_config
 from research.data.packing import NO_TARGET
 from research.model import language_model, spec as model_spec
 from research.parallel import batch as parallel

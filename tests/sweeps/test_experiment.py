@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from research import fields
-from research.config import base_config
+from research.settings import fields
+from research.settings.config import base_config
 from research.errors import ConfigError
 from research.sweeps import experiment
 from tests import tiny
@@ -95,7 +95,7 @@ def test_override_that_no_point_agrees_with_is_refused(common, message):
 
 
 EXPERIMENT = """
-from research.config import base_config
+from research.settings.config import base_config
 from research.sweeps.experiment import Point
 ARGS, HEADLINE = ("",), ()
 def get_config(arg=""):

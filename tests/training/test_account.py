@@ -14,7 +14,7 @@ import rich.console
 
 from research import hardware
 from research.attention.indexer import scores as index_scores
-from research.config import base_config
+from research.settings.config import base_config
 from research.errors import ConfigError
 from research.model import spec as model_spec
 from research.training import dry_run, flops, loop, optimizer, profile, run

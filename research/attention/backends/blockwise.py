@@ -1,6 +1,6 @@
 """Linear-cost attention in plain XLA: each block of queries meets the band of local keys it can see, and a stream of
 blocks of compressed entries that ends with the last one complete. CSA's queries may instead gather the entries they
-selected, each its own: dearer for an entry, cheaper once most are not selected.
+selected, each its own: an entry costs more that way, and most that are not selected cost nothing.
 
 Both passes are written by hand (flash attention's recurrences, Dao et al. 2022): the backward pass recomputes the
 logits of a block from its log-sum-exp, so that beside inputs and outputs nothing grows with S but [B, S, H] numbers.
@@ -12,9 +12,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
 
-from research.attention import backends
+from research.attention import attend as attend_lib
 from research.attention import visibility as visibility_lib
+from research.attention.attend import Attend, Documents, Effective, Inputs, Pass, Sizes
 from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.indexer import selection
 from research.attention.padding import pad, round_up
@@ -30,22 +33,20 @@ _GATHER_FROM = 4
 _LOWEST_PEAK = -1e30
 
 
-def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True, target=None) -> backends.Effective:
-    """See `backends.Backend.resolve`. `block_kv` is entries per step of the stream; CSA has two schedules."""
-    del heads, head_width, packed, target
-    entries = visibility.num_entries(seq_len)
-    schedule = _schedule(visibility, entries, options)
+def resolve(attend: Attend, sizes: Sizes) -> Effective:
+    """See `attend.Backend`. `block_kv` is entries per step of the stream; what selects has two schedules."""
+    entries = attend.visibility.num_entries(sizes.seq_len)
+    schedule = _schedule(attend, entries)
     streams = entries and schedule != "gather"
-    allowed = ("block_q", *(("block_kv",) if streams else ()), *(("schedule",) if schedule else ()))
-    backends.refuse_options("blockwise", options, allowed)
-    for name, length in (("block_q", seq_len), ("block_kv", max(entries, 1))):
-        size = getattr(options, name)
-        if size < 0 or size > length:
-            raise ValueError(f"{name}={size}: must be 0 (chosen for you) or between 1 and {length}")
+    attend.refuse_unread("block_q", *(("block_kv",) if streams else ()), *(("schedule",) if schedule else ()))
+    options = attend.options
+    for name, length in (("block_q", sizes.seq_len), ("block_kv", max(entries, 1))):
+        if not 0 <= getattr(options, name) <= length:
+            raise attend.error(name, f"0 (chosen for you) or between 1 and {length}")
     effective = {
-        "block_q": options.block_q or min(_DEFAULT_BLOCK_Q, seq_len),
+        "block_q": options.block_q or min(_DEFAULT_BLOCK_Q, sizes.seq_len),
         "accumulation_dtype": "float32",
-        "precision": precision_name(dtype),
+        "precision": precision_name(sizes.dtype),
     }
     if schedule:
         effective["schedule"] = schedule
@@ -54,58 +55,57 @@ def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True,
     return effective
 
 
-def _schedule(visibility, entries, options) -> str:
-    """How CSA visits its entries; empty for the others, which have one way."""
-    if not visibility.selects or not entries:
+def _schedule(attend: Attend, entries: int) -> str:
+    """How selected entries are visited; empty for other visibilities, which have one way."""
+    if not attend.visibility.selects or not entries:
         return ""
-    if options.schedule == "auto":
-        return "gather" if entries >= _GATHER_FROM * visibility.top_k else "stream"
-    if options.schedule not in SCHEDULES:
-        raise ValueError(f"schedule={options.schedule!r}: must be auto or one of {', '.join(SCHEDULES)}")
-    return options.schedule
+    if attend.schedule == "auto":
+        return "gather" if entries >= _GATHER_FROM * attend.visibility.top_k else "stream"
+    if attend.schedule not in SCHEDULES:
+        raise attend.error("schedule", f"auto or one of {', '.join(SCHEDULES)}")
+    return attend.schedule
 
 
-def prepare(visibility, seq_len, segments, options) -> None:
-    """See `backends.Backend.prepare`. Nothing here is worth sharing."""
-    del visibility, seq_len, segments, options
+def prepare(attend: Attend, documents: Documents) -> None:
+    """See `attend.Backend`. Nothing here is worth sharing."""
+    del attend, documents
 
 
-def attend(
-    q,
-    local,
-    compressed,
-    *,
-    visibility,
-    sinks=None,
-    segments=None,
-    selected=None,
-    options=backends.DEFAULT,
-    prepared=None,
-    target=None,
-):
-    """See `backends.Backend.attend`."""
-    del prepared, target
-    backends.check_arguments(
-        q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
-    )
-    _, seq_len, heads, width = q.shape
-    effective = resolve(visibility, seq_len, heads, width, q.dtype, options)
-    plan = _Plan(visibility, seq_len, heads, effective["block_q"], effective.get("block_kv", 1))
-    keys = {"local": plan.pad_local(local), "entries": plan.pad_entries(compressed, axis=1)}
-    marks = {}
-    if segments is not None:
-        marks["segments"] = plan.pad_tokens(segments, visibility_lib.PADDING)
-        marks["local_segments"] = plan.pad_local(segments, visibility_lib.PADDING)
-        if plan.entries:
-            of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
-            marks["entry_segments"] = plan.pad_entries(of_entry, axis=1, value=visibility_lib.STRADDLES)
+def compute(attend: Attend, effective: Effective, inputs: Inputs) -> Float[Array, "B S H D"]:
+    """See `attend.Backend`."""
+    q, segments, selected, visibility = inputs.q, inputs.documents.segments, inputs.selected, attend.visibility
+    plan = _Plan(visibility, *q.shape[1:3], effective["block_q"], effective.get("block_kv", 1))
+    keys = {"local": plan.pad_local(inputs.keys.local), "entries": plan.pad_entries(inputs.keys.compressed, axis=1)}
+    marks = {
+        "segments": plan.pad_tokens(segments, visibility_lib.PADDING),
+        "local_segments": plan.pad_local(segments, visibility_lib.PADDING),
+    }
+    if plan.entries:
+        of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
+        marks["entry_segments"] = plan.pad_entries(of_entry, axis=1, value=visibility_lib.STRADDLES)
     if effective.get("schedule") == "gather":
         marks["picked"] = jax.lax.map(lambda one: plan.pick(*one), (plan.pad_tokens(selected, False), marks))
     elif selected is not None:
         selected = selection.capped(visibility, segments, selected)  # as gathering has K places
         marks["selected"] = plan.pad_entries(plan.pad_tokens(selected, False), axis=2, value=False)
-    out = jax.lax.map(lambda one: _attend(plan, *one, sinks), (plan.pad_tokens(q, 0), keys, marks))
-    return out[:, :seq_len]
+    out = jax.lax.map(lambda one: _attend(plan, *one, inputs.sinks), (plan.pad_tokens(q, 0), keys, marks))
+    return out[:, : q.shape[1]]
+
+
+def cost(attend: Attend, sizes: Sizes, effective: Effective) -> tuple[Pass, Pass]:
+    """See `attend.Backend`: all heads of a block of queries meet the keys together."""
+    visibility, block_q, seq_len = attend.visibility, effective["block_q"], sizes.seq_len
+    ends = np.arange(block_q, seq_len + block_q, block_q)
+    keys = np.full(len(ends), block_q + min(visibility.window, seq_len) - 1)
+    if effective.get("schedule") == "gather":
+        keys = keys + min(visibility.top_k, visibility.num_entries(seq_len))
+    elif "block_kv" in effective:
+        entries = np.minimum(visibility.num_entries(ends), visibility.num_entries(seq_len))
+        keys = keys + -(-entries // effective["block_kv"]) * effective["block_kv"]
+    row = sizes.head_width * jnp.dtype(sizes.dtype).itemsize
+    pairs, once = int(keys.sum()) * block_q, 2 * seq_len * row
+    shared = int(keys.sum()) * row / sizes.heads
+    return Pass(pairs, once + shared), Pass(pairs, 2 * once + 3 * shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,24 +153,21 @@ class _Plan:
         start = block * self.block_q
         t = start + jnp.arange(self.block_q)[:, None]
         j = start - self.reach + jnp.arange(self.reach + self.block_q)[None]
-        segments = ()
-        if "segments" in marks:
-            of_query = _slice(marks["segments"], start, self.block_q)[:, None]
-            segments = of_query, _slice(marks["local_segments"], start, self.reach + self.block_q)[None]
-        return (self.visibility.local_mask(t, j, *segments) & (j >= 0))[:, None]
+        queries = _slice(marks["segments"], start, self.block_q)[:, None]
+        keys = _slice(marks["local_segments"], start, self.reach + self.block_q)[None]
+        return self.visibility.local_mask(t, j, queries, keys)[:, None]
 
     def entry_mask(self, block, step, marks):
         """Bool [block_q, 1, block_kv]."""
         start, first = block * self.block_q, step * self.block_kv
         t = start + jnp.arange(self.block_q)[:, None]
         c = first + jnp.arange(self.block_kv)[None]
-        segments, chosen = (), None
-        if "segments" in marks:
-            of_query = _slice(marks["segments"], start, self.block_q)[:, None]
-            segments = of_query, _slice(marks["entry_segments"], first, self.block_kv)[None]
+        queries = _slice(marks["segments"], start, self.block_q)[:, None]
+        entries = _slice(marks["entry_segments"], first, self.block_kv)[None]
+        selected = None
         if "selected" in marks:
-            chosen = jax.lax.dynamic_slice(marks["selected"], (start, first), (self.block_q, self.block_kv))
-        return self.visibility.entry_mask(t, c, *segments, chosen=chosen)[:, None]
+            selected = jax.lax.dynamic_slice(marks["selected"], (start, first), (self.block_q, self.block_kv))
+        return self.visibility.entry_mask(t, c, queries, entries, selected)[:, None]
 
     def pick(self, selected, marks):
         """Int32 [q_len, places]: the entries that each query sees, in order, then `entries` where there are no more.
@@ -245,7 +242,7 @@ def _fold(state, q_block, keys, mask):
 
 
 def _attend_forward(plan, q, keys, marks, sinks):
-    out, logsumexp = backends.saved(*_forward(plan, q, keys, marks, sinks))
+    out, logsumexp = attend_lib.saved(*_forward(plan, q, keys, marks, sinks))
     return out, (q, keys, marks, sinks, out, logsumexp)
 
 

@@ -2,49 +2,37 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
 
-from research.attention import backends
 from research.attention import visibility as visibility_lib
+from research.attention.attend import Attend, Documents, Effective, Inputs, Pass, Sizes
 from research.attention.indexer import selection
 from research.attention.product import precision_name, product
+from research.attention.visibility import Visibility
 
 # Finite, and within float32: infinities would hide behind 0 * inf in a gradient.
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
+_FLOAT32 = 4  # bytes
 
 
-def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True, target=None) -> backends.Effective:
-    """See `backends.Backend.resolve`. No option has an effect here."""
-    del visibility, seq_len, heads, head_width, dtype, packed, target
-    backends.refuse_options("dot_product", options)
+def resolve(attend: Attend, sizes: Sizes) -> Effective:
+    """See `attend.Backend`. No option has an effect here."""
+    del sizes
+    attend.refuse_unread()
     return {"accumulation_dtype": "float32", "precision": precision_name(jnp.float32)}
 
 
-def prepare(visibility, seq_len, segments, options) -> None:
-    """See `backends.Backend.prepare`. Nothing here is worth sharing."""
-    del visibility, seq_len, segments, options
+def prepare(attend: Attend, documents: Documents) -> None:
+    """See `attend.Backend`. Nothing here is worth sharing."""
+    del attend, documents
 
 
-def attend(
-    q,
-    local,
-    compressed,
-    *,
-    visibility,
-    sinks=None,
-    segments=None,
-    selected=None,
-    options=backends.DEFAULT,
-    prepared=None,
-    target=None,
-):
-    """See `backends.Backend.attend`."""
-    del prepared, target
-    backends.check_arguments(
-        q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
-    )
-    backends.refuse_options("dot_product", options)
-    keys_BxTxD = jnp.concatenate([local, compressed], axis=1).astype(jnp.float32)
-    mask_BxSxT = dense_mask(visibility, q.shape[1], segments, selected)[:, None]
+def compute(attend: Attend, effective: Effective, inputs: Inputs) -> Float[Array, "B S H D"]:
+    """See `attend.Backend`."""
+    del effective
+    q, sinks = inputs.q, inputs.sinks
+    keys_BxTxD = jnp.concatenate(inputs.keys, axis=1).astype(jnp.float32)
+    mask_BxSxT = dense_mask(attend.visibility, inputs.documents.segments, inputs.selected)[:, None]
     logits = product("bshd,btd->bhst", q.astype(jnp.float32), keys_BxTxD)
     logits = jnp.where(mask_BxSxT, logits * q.shape[-1] ** -0.5, MASK_VALUE)
 
@@ -60,15 +48,25 @@ def attend(
     return product("bhst,btd->bshd", weights, keys_BxTxD).astype(q.dtype)
 
 
-def dense_mask(visibility, seq_len: int, segments=None, selected=None) -> jax.Array:
-    """Bool [B or 1, S, S + C]: the visibility, the documents and the indexer's choice as one array."""
-    t, packed = jnp.arange(seq_len), segments is not None
-    of_query, of_key = (segments[:, :, None], segments[:, None]) if packed else (None, None)
-    parts = [visibility.local_mask(t[None, :, None], t[None, None], of_query, of_key)]
-    if entries := visibility.num_entries(seq_len):
-        of_entry = visibility_lib.entry_segments(segments, visibility.ratio)[:, None] if packed else None
-        c = jnp.arange(entries)[None, None]
-        sees = visibility.entry_mask(t[None, :, None], c, of_query, of_entry, selected)
-        parts.append(selection.at_most(sees, visibility.top_k) if visibility.selects else sees)
-    batch = max(part.shape[0] for part in parts)
-    return jnp.concatenate([jnp.broadcast_to(part, (batch, *part.shape[1:])) for part in parts], axis=-1)
+def cost(attend: Attend, sizes: Sizes, effective: Effective) -> tuple[Pass, Pass]:
+    """See `attend.Backend`: logits are written and read."""
+    del effective
+    pairs = sizes.seq_len * (sizes.seq_len + attend.visibility.num_entries(sizes.seq_len))
+    logits = 2 * _FLOAT32 * pairs
+    return Pass(pairs, 2 * logits), Pass(pairs, 4 * logits)
+
+
+def dense_mask(
+    visibility: Visibility, segments: Int32[Array, "B S"], selected: Bool[Array, "B S C"] | None = None
+) -> Bool[Array, "B S T"]:
+    """The visibility, the documents and the indexer's choice as one array, over `T = S + C` keys."""
+    t = jnp.arange(segments.shape[1])
+    queries = segments[:, :, None]
+    mask = visibility.local_mask(t[None, :, None], t[None, None], queries, segments[:, None])
+    if entries := visibility.num_entries(len(t)):
+        c, of_entry = jnp.arange(entries)[None, None], visibility_lib.entry_segments(segments, visibility.ratio)
+        sees = visibility.entry_mask(t[None, :, None], c, queries, of_entry[:, None], selected)
+        if visibility.selects:
+            sees = selection.at_most(sees, visibility.top_k)
+        mask = jnp.concatenate([mask, sees], axis=-1)
+    return mask

@@ -5,8 +5,8 @@ each head's weights over local window, entries and sink sum to 1, and p_t is the
 1 over the entries that t sees. The student is the softmax of the index scores over the same entries: all visible ones
 in the dense stages, the selected ones in the sparse stage. The loss of t is KL(p_t || student), 0 where t sees no
 entry. Source: DeepSeek-V3.2, section 2.1.1 (equations 3 and 4), whose attention has neither window nor sink; that these
-take their share before the scaling follows from "the main attention scores", and keeps a head that looks elsewhere
-from having its say. Teacher and student are float32.
+take their share before the scaling follows from "the main attention scores": a head that attends to other keys counts
+less. Teacher and student are float32.
 
 Everything goes a block of queries at a time, and of the heads one by one: beside a block's, no array of [S, C] exists.
 """
@@ -16,30 +16,32 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
 
 from research.attention import visibility as visibility_lib
+from research.attention.attend import Documents, Keys
 from research.attention.backends.dot_product import MASK_VALUE
 from research.attention.indexer import selection
 from research.attention.indexer.scores import Index, Scoring, index_scores
 from research.attention.product import product
+from research.attention.visibility import CompressedSparse
 from research.metrics import Mean
 
 
 class Heads(NamedTuple):
-    """What the layer attends with, as the backends' `attend` takes it: see `backends.Backend`."""
+    """What the layer attends with, as the op takes it: see `attend.Attend`."""
 
-    q: jax.Array
-    local: jax.Array
-    compressed: jax.Array
-    sinks: jax.Array | None
+    q: Float[Array, "B S H D"]
+    keys: Keys
+    sinks: Float32[Array, " H"] | None
 
 
 def loss(
     index: Index,
     heads: Heads,
-    visibility: visibility_lib.CompressedSparse,
-    segments: jax.Array,
-    selected: jax.Array | None,
+    visibility: CompressedSparse,
+    documents: Documents,
+    selected: Bool[Array, "B S C"] | None,
     scoring: Scoring,
 ) -> Mean:
     """The KL divergence above, in nats, over the tokens of documents.
@@ -51,10 +53,11 @@ def loss(
       index: from `Indexer`.
       heads: what was attended with.
       visibility: who sees whom before the selection.
-      segments: int32 [B, S].
-      selected: bool [B, S, C], what was attended, in the sparse stage; None in the dense ones.
+      documents: of the tokens.
+      selected: what was attended, in the sparse stage; None in the dense ones.
       scoring: how scores are computed.
     """
+    segments = documents.segments
     return Mean(_loss(scoring, visibility, index, heads, segments, selected), (segments >= 0).sum())
 
 
@@ -90,12 +93,12 @@ _loss.defvjp(_loss_forward, _loss_backward)
 def measure(
     index: Index,
     heads: Heads,
-    visibility: visibility_lib.CompressedSparse,
-    segments: jax.Array,
-    selected: jax.Array | None,
+    visibility: CompressedSparse,
+    documents: Documents,
+    selected: Bool[Array, "B S C"] | None,
     scoring: Scoring,
 ) -> dict[str, Mean]:
-    """How well the indexer selects; arguments as `loss`. Dearer than it, and without a gradient.
+    """How well the indexer selects; arguments as `loss`. It costs more, and has no gradient.
 
     Returns:
       kl: as `loss`, whether it is trained with or not.
@@ -124,8 +127,8 @@ def measure(
         return jax.tree.map(jnp.add, sums, new), None
 
     nothing = {name: Mean(jnp.float32(0.0), jnp.int32(0)) for name in ("recall", "coverage", "entropy", "useful")}
-    sums, _ = _over_blocks(add_block, nothing, visibility, index, heads, segments, selected)
-    return {"kl": loss(index, heads, visibility, segments, selected, scoring), **sums}
+    sums, _ = _over_blocks(add_block, nothing, visibility, index, heads, documents.segments, selected)
+    return {"kl": loss(index, heads, visibility, documents, selected, scoring), **sums}
 
 
 class _Block(NamedTuple):
@@ -149,7 +152,7 @@ class _Block(NamedTuple):
                 dots = product("bqd,bkd->bqk", q_BxQxD, keys, jnp.float32)
                 return jnp.where(mask, dots * scale, MASK_VALUE)
 
-            local, entries = logits(heads.local, self.sees_local), logits(heads.compressed, seen)
+            local, entries = logits(heads.keys.local, self.sees_local), logits(heads.keys.compressed, seen)
             peak = jnp.maximum(local.max(axis=-1, keepdims=True), entries.max(axis=-1, keepdims=True, initial=sink))
             weights = jnp.where(seen, jnp.exp(entries - peak), 0.0)
             # At least 1, the largest of the terms: also where nothing is seen, and all of them are masked.
@@ -175,7 +178,7 @@ def _over_blocks(step, start, visibility, index, heads, segments, selected):
     )
     reach = min(visibility.window, seq_len) - 1
     widths = ((0, 0), (reach, t.size - seq_len))
-    local = jnp.pad(heads.local, (*widths, (0, 0)))
+    local = jnp.pad(heads.keys.local, (*widths, (0, 0)))
     local_segments = jnp.pad(segments, widths, constant_values=padding)
 
     def of_block(carry, xs):
@@ -186,7 +189,7 @@ def _over_blocks(step, start, visibility, index, heads, segments, selected):
         sees_local = visibility.local_mask(t[None, :, None], j[None, None], of_query[:, :, None], of_key[:, None])
         visible = selection.visible_to(visibility, t, of_query, of_entry)
         seen = selection.at_most(visible & attended["selected"], visibility.top_k) if attended else visible
-        block_heads = heads._replace(q=q, local=band)
+        block_heads = heads._replace(q=q, keys=heads.keys._replace(local=band))
         return step(carry, _Block(Index(index_q, index.keys, weights), block_heads, sees_local, visible, seen))
 
     return jax.lax.scan(of_block, start, (t, blocks))

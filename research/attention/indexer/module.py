@@ -4,13 +4,17 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from research.attention import visibility as visibility_lib
+from research.attention.attend import Documents
 from research.attention.indexer import selection
 from research.attention.indexer.scores import Index, Scoring, index_scores
 from research.attention.layer import rope
 from research.attention.layer.compressor import Compressor
 from research.attention.layer.linear import project
+from research.attention.visibility import CompressedSparse
+from research.settings.attention import Attention
 
 
 class Indexer(hk.Module):
@@ -19,50 +23,35 @@ class Indexer(hk.Module):
     Its inputs are detached: no gradient flows from it into the model.
 
     Attributes:
-      ratio: tokens per entry.
-      heads: index heads.
-      width: channels of an index head.
+      settings: `index_heads` of `index_head_width` channels, over entries of `csa_ratio` tokens.
       norm_eps: of the compressed keys' RMS norm.
       freqs: from `rope.frequencies`.
     """
 
-    def __init__(
-        self, ratio: int, heads: int, width: int, *, norm_eps: float, freqs: np.ndarray, name: str = "indexer"
-    ):
+    def __init__(self, settings: Attention, norm_eps: float, freqs: np.ndarray, name: str = "indexer"):
         super().__init__(name=name)
-        self.ratio = ratio
-        self.heads = heads
-        self.width = width
-        self.norm_eps = norm_eps
-        self.freqs = freqs
+        self.settings, self.norm_eps, self.freqs = settings, norm_eps, freqs
 
-    def __call__(self, x_BxSxE: jax.Array, low_rank_q: jax.Array, positions: jax.Array, segments: jax.Array) -> Index:
+    def __call__(self, x: Float[Array, "B S E"], low_rank: Float[Array, "B S Q"], documents: Documents) -> Index:
         """Projects.
 
         Args:
-          x_BxSxE: hidden states.
-          low_rank_q: [B, S, q_rank], the layer's normalised low-rank query.
-          positions: int32 [B, S].
-          segments: int32 [B, S].
+          x: hidden states.
+          low_rank: the layer's normalised low-rank query.
+          documents: of the tokens.
 
         Returns:
           Queries and keys in the dtype of the inputs.
         """
-        x_BxSxE, low_rank_q = jax.lax.stop_gradient((x_BxSxE, low_rank_q))
-        batch, seq_len, _ = x_BxSxE.shape
-        q = project("q_up", low_rank_q, self.heads * self.width).reshape(batch, seq_len, self.heads, self.width)
-        q = rope.rotate(q, positions, self.freqs)
-        compress = Compressor(self.ratio, self.width, overlap=True, norm_eps=self.norm_eps, freqs=self.freqs)
-        keys = compress(x_BxSxE, positions, segments)
-        return Index(q, keys, project("head_weights", x_BxSxE, self.heads, jnp.float32))
+        x, low_rank = jax.lax.stop_gradient((x, low_rank))
+        heads, width = self.settings.index_heads, self.settings.index_head_width
+        q = project("q_up", low_rank, heads * width).reshape(*x.shape[:2], heads, width)
+        q = rope.rotate(q, documents.positions, self.freqs)
+        keys = Compressor(CompressedSparse.make(self.settings), width, self.norm_eps, self.freqs)(x, documents)
+        return Index(q, keys, project("head_weights", x, heads, jnp.float32))
 
 
-def select(
-    index: Index,
-    visibility: visibility_lib.CompressedSparse,
-    segments: jax.Array,
-    scoring: Scoring,
-) -> jax.Array:
+def select(index: Index, visibility: CompressedSparse, documents: Documents, scoring: Scoring) -> Bool[Array, "B S C"]:
     """The `top_k` best scored of each query's visible entries (DeepSeek-V4, equation 17); no gradient flows through it.
 
     A block of queries at a time, so that of the scores no more than a block's exist.
@@ -70,12 +59,13 @@ def select(
     Args:
       index: from `Indexer`.
       visibility: who sees whom before the selection, and how many are selected.
-      segments: int32 [B, S].
+      documents: of the tokens.
       scoring: how scores are computed.
 
     Returns:
-      bool [B, S, C]; as indices: `selection.indices`.
+      A membership; as indices: `selection.indices`.
     """
+    segments = documents.segments
     of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
     t, blocks = selection.query_blocks((index.q, index.weights, segments), (0, 0.0, visibility_lib.PADDING))
 

@@ -11,8 +11,8 @@ from research.attention.indexer import kernel as index_kernel
 from research.attention.padding import round_up
 from research.attention.product import product
 from research.hardware import LANES
+from research.settings.attention import Attention
 
-BACKENDS = ("xla", "pallas")
 _DEFAULT_HEADS = {"xla": 1, "pallas": 8}
 _DEFAULT_ENTRIES = {"xla": 0, "pallas": 512}
 
@@ -41,26 +41,19 @@ class Scoring:
     entries_at_once: int = 0
     interpreted: bool = False
 
-
-def resolve(backend: str, heads_at_once: int, entries_at_once: int, heads: int, platform: str) -> Scoring:
-    """What takes effect of the fields `attention.index_...` on a platform; 0 and 'auto' leave the choice here.
-
-    Raises:
-      ValueError: a setting is out of range; names it, its value and what is allowed.
-    """
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"index_backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
-    if backend == "auto":
-        backend = "pallas" if platform == "tpu" else "xla"
-    if heads_at_once < 0 or (heads_at_once and heads % heads_at_once):
-        raise ValueError(f"index_heads_at_once={heads_at_once}: must be 0 (chosen for you) or a divisor of {heads}")
-    if entries_at_once < 0 or entries_at_once % LANES:
-        raise ValueError(
-            f"index_entries_at_once={entries_at_once}: must be 0 (chosen for you) or a multiple of {LANES}"
+    @classmethod
+    def make(cls, settings: Attention, platform: str) -> "Scoring":
+        """What takes effect of `settings.index_...` on a platform."""
+        backend = settings.index_backend
+        if backend == "auto":
+            backend = "pallas" if platform == "tpu" else "xla"
+        fitting = (size for size in range(_DEFAULT_HEADS[backend], 0, -1) if settings.index_heads % size == 0)
+        return cls(
+            backend,
+            settings.index_heads_at_once or next(fitting),
+            settings.index_entries_at_once or _DEFAULT_ENTRIES[backend],
+            interpreted=backend == "pallas" and platform != "tpu",
         )
-    default = next(size for size in range(_DEFAULT_HEADS[backend], 0, -1) if heads % size == 0)
-    interpreted = backend == "pallas" and platform != "tpu"
-    return Scoring(backend, heads_at_once or default, entries_at_once or _DEFAULT_ENTRIES[backend], interpreted)
 
 
 def index_scores(index: Index, scoring: Scoring) -> jax.Array:

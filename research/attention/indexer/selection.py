@@ -55,7 +55,7 @@ def membership(scores: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
     return above | (tied & (jnp.cumsum(tied, axis=-1) <= room))
 
 
-def capped(visibility: visibility_lib.CompressedSparse, segments: jax.Array | None, selected: jax.Array) -> jax.Array:
+def capped(visibility: visibility_lib.CompressedSparse, segments: jax.Array, selected: jax.Array) -> jax.Array:
     """Of each query's selected entries, where it sees more than `top_k` of them, the first `top_k` by index.
 
     `membership` never gives more. A selection that does would mean one thing where entries are gathered, K of them, and
@@ -63,17 +63,15 @@ def capped(visibility: visibility_lib.CompressedSparse, segments: jax.Array | No
 
     Args:
       visibility: who sees whom before the selection, and how many are selected.
-      segments: int32 [B, S]; None means one document.
+      segments: int32 [B, S].
       selected: bool [B, S, C].
 
     Returns:
       bool [B, S, C].
     """
-    batch, seq_len, entries = selected.shape
+    _, seq_len, entries = selected.shape
     if entries <= visibility.top_k:
         return selected
-    if segments is None:
-        segments = jnp.zeros((batch, seq_len), jnp.int32)
     of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
     t, blocks = query_blocks((segments, selected), (visibility_lib.PADDING, False))
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.attention.product import product
-from research.attention.spec import ANGLES, RopeSpec
+from research.settings.attention import Rope
 
 
-def frequencies(rope: RopeSpec, rope_width: int, *, compressed: bool) -> np.ndarray:
+def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> np.ndarray:
     """Radians per position of each channel pair.
 
     Args:
@@ -32,12 +32,10 @@ def frequencies(rope: RopeSpec, rope_width: int, *, compressed: bool) -> np.ndar
       [rope_width // 2], float64 under `angles='exact'`, float32 under 'reference'; `rotate` goes by it.
 
     Raises:
-      ValueError: rope_width is not a positive even number, or rope.angles is not among `spec.ANGLES`.
+      ValueError: rope_width is not a positive even number.
     """
     if rope_width <= 0 or rope_width % 2:
         raise ValueError(f"rope_width={rope_width}: must be a positive even number")
-    if rope.angles not in ANGLES:
-        raise ValueError(f"angles={rope.angles!r}: must be one of {', '.join(ANGLES)}")
     theta = rope.compressed_theta if compressed else rope.theta
     # The reference's go in float32 step by step, as published weights were trained: distance multiplies every ulp.
     real = np.float32 if rope.angles == "reference" else np.float64
@@ -128,7 +126,7 @@ def _quarter_turn(x: jax.Array) -> jax.Array:
     return product("...i,io->...o", x, matrix)
 
 
-def _yarn_kept(rope: RopeSpec, theta: float, rope_width: int, real: type) -> np.ndarray:
+def _yarn_kept(rope: Rope, theta: float, rope_width: int, real: type) -> np.ndarray:
     """How much of each pair's own frequency YaRN keeps: 1 for the fast pairs, 0 for the slow, a ramp between.
 
     A pair is fast or slow by its turns within the original length (Peng et al. 2023, "NTK-by-parts"); the ramp's

@@ -6,35 +6,39 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float
 
-from research.attention import backends
+from research.attention import attend as attend_lib
+from research.attention.attend import Attend, Documents, Effective, Inputs, Pass, Sizes
 from research.attention.backends.splash import kernel as splash
 from research.attention.backends.splash import layout, schedules
 from research.attention.backends.splash.schedules import closed_form, scalar_memory
+from research.attention.backends.splash.schedules.block_schedule import FULL, PARTIAL, BlockSchedule
 from research.attention.indexer import selection
 from research.attention.padding import round_up
 from research.attention.product import precision_name
 from research.hardware import LANES
+from research.settings.group import divisors
 
 _DEFAULT_BLOCK = 512
+_FLOAT32 = 4  # bytes
+_SUBLANES = 8  # over which the kernel repeats its float32 of a row
 _DEFAULT_VMEM_LIMIT_KIB = 98_304  # the compiler's own 16 MiB are too few for the backward kernel at head width 512
 
 
-def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True, target=None) -> backends.Effective:
-    """See `backends.Backend.resolve`."""
-    del head_width
-    target = target or backends.target()
-    schedule = schedules.resolve_name(options.schedule, visibility.kind)
-    if options.dq_reduction_steps not in (0, 3):
-        raise ValueError(f"dq_reduction_steps={options.dq_reduction_steps}: must be 0 (the schedule's own) or 3")
+def resolve(attend: Attend, sizes: Sizes) -> Effective:
+    """See `attend.Backend`."""
+    visibility, options, heads = attend.visibility, attend.options, sizes.heads
+    schedule = schedules.chosen(attend)
     at_once = options.heads_per_call
     if at_once < 0 or (at_once and heads % at_once):
-        raise ValueError(f"heads_per_call={at_once}: must be 0 (all) or one of {backends.divisors(heads)}")
-    blocks = _blocks(seq_len, options)
-    lay = _layout(visibility, seq_len, blocks)
+        words = f"0 (all) or one of {divisors(heads)}, the divisors of the {heads} heads of a call"
+        raise attend.error("heads_per_call", words)
+    blocks = _blocks(attend, sizes.seq_len)
+    lay = _layout(visibility, sizes.seq_len, blocks)
     key_steps = lay.kv_len // blocks["block_kv_dkv"]
     # Some schedules, and in the newer tokamax segments, leave the kernel no way but its ring buffer of three.
-    forced = schedules.TABLE[schedule].ring_only or (packed and splash.SEGMENTS_NEED_RING)
+    forced = schedules.TABLE[schedule].ring_only or (sizes.packed and splash.SEGMENTS_NEED_RING)
     ring = options.dq_reduction_steps == 3 or forced
     few = ring or key_steps <= 4  # beyond four partial sums the kernel keeps them in float32
     effective = {
@@ -42,68 +46,84 @@ def resolve(visibility, seq_len, heads, head_width, dtype, options, packed=True,
         **blocks,
         "dq_reduction_steps": 3 if ring else 0,
         "dq_partial_sums": 3 if ring else key_steps,
-        "dq_dtype": jnp.dtype(dtype).name if few else "float32",
+        "dq_dtype": jnp.dtype(sizes.dtype).name if few else "float32",
         "q_len": lay.q_len,
         "kv_len": lay.kv_len,
         "use_base2_exp": False,  # it would cost q a second rounding: see `splash.kernel`
         "heads_per_call": at_once or heads,
         "vmem_limit_kib": options.vmem_limit_kib or _DEFAULT_VMEM_LIMIT_KIB,
-        "precision": precision_name(dtype),
-        "interpreted": target.platform != "tpu",
+        "precision": precision_name(sizes.dtype),
+        "interpreted": attend.target.platform != "tpu",
     }
-    if target.checks_memory and not effective["interpreted"]:
-        _check_scalar_memory(lay, effective)
+    if attend.target.checks_memory and not effective["interpreted"]:
+        _check_scalar_memory(attend, lay, effective)
     return effective
 
 
-def prepare(visibility, seq_len, segments, options) -> jax.Array | None:
-    """See `backends.Backend.prepare`. Where the runtime mask is the same in all layers, it: bool [B, q_len, kv_len].
-
-    CSA's differs from layer to layer, and without segments there is nothing to build it from at run time.
-    """
-    schedule = schedules.resolve_name(options.schedule, visibility.kind)
-    if segments is None or visibility.selects or not schedules.TABLE[schedule].runtime_mask:
+def prepare(attend: Attend, documents: Documents) -> Bool[Array, "B q_len kv_len"] | None:
+    """See `attend.Backend`. The runtime mask, where it is the same in all layers: CSA's differs from layer to layer."""
+    visibility, schedule = attend.visibility, schedules.chosen(attend)
+    if visibility.selects or not schedules.TABLE[schedule].runtime_mask:
         return None
-    lay = _layout(visibility, seq_len, _blocks(seq_len, options))
-    return jax.vmap(lambda rows, cols: lay.runtime_mask(rows, cols, None))(*lay.segment_ids(segments))
+    seq_len = documents.segments.shape[1]
+    lay = _layout(visibility, seq_len, _blocks(attend, seq_len))
+    return jax.vmap(lambda rows, cols: lay.runtime_mask(rows, cols, None))(*lay.segment_ids(documents.segments))
 
 
-def attend(
-    q,
-    local,
-    compressed,
-    *,
-    visibility,
-    sinks=None,
-    segments=None,
-    selected=None,
-    options=backends.DEFAULT,
-    prepared=None,
-    target=None,
-):
-    """See `backends.Backend.attend`."""
-    backends.check_arguments(
-        q, local, compressed, visibility=visibility, sinks=sinks, segments=segments, selected=selected
-    )
-    effective = resolve(visibility, *q.shape[1:], q.dtype, options, packed=segments is not None, target=target)
-    lay = _layout(visibility, q.shape[1], effective)
+def compute(attend: Attend, effective: Effective, inputs: Inputs) -> Float[Array, "B S H D"]:
+    """See `attend.Backend`."""
+    q, segments, selected = inputs.q, inputs.documents.segments, inputs.selected
+    lay = _layout(attend.visibility, q.shape[1], effective)
     schedule = schedules.TABLE[effective["schedule"]]
-    config = _splash_config(effective)
-
+    # Segments have a price of their own in the kernel, which rows of one document need not pay.
+    needed = inputs.documents.packed or schedule.runtime_mask
     sequences = {
         "q": q,
-        "keys": lay.join_keys(local, compressed),
-        "ids": None if segments is None else lay.segment_ids(segments),
-        "selected": None if selected is None else selection.capped(visibility, segments, selected),
-        "mask": prepared,
+        "keys": lay.join_keys(*inputs.keys),
+        "ids": lay.segment_ids(segments) if needed else None,
+        "selected": None if selected is None else selection.capped(attend.visibility, segments, selected),
+        "mask": inputs.prepared,
     }
     settings = (effective[name] for name in ("heads_per_call", "vmem_limit_kib", "precision"))
     heads = _Heads(lay, *settings, q.shape[3] ** -0.5)
-    one = functools.partial(_attend_one, heads, schedule, config, sinks)
+    one = functools.partial(_attend_one, heads, schedule, _splash_config(effective), inputs.sinks)
     # Scanned over the batch, never vmapped: a vmapped runtime mask takes ten times as long to compile, vmapped
     # segment ids make all sequences share one pruned schedule, and the interpreter cannot vmap at all.
     out = jax.lax.map(one, sequences)
-    return out if segments is None else jnp.where(segments[:, :, None, None] >= 0, out, 0)
+    return jnp.where(segments[:, :, None, None] >= 0, out, 0)
+
+
+def cost(attend: Attend, sizes: Sizes, effective: Effective) -> tuple[Pass, Pass]:
+    """See `attend.Backend`: the blocks that the kernels move between HBM and the core, by their index maps."""
+    lay, config = kernel_of(attend.visibility, sizes.seq_len, effective)
+    (first, _), (second, _) = closed_form.schedules(lay, config)
+    size, width = jnp.dtype(sizes.dtype).itemsize, sizes.head_width
+    q_bytes, kv_bytes = lay.q_len * width * size, lay.kv_len * width * size
+
+    def masks(schedule: BlockSchedule) -> int:
+        loaded = effective["schedule"] != "computed"
+        return loaded * schedule.count(PARTIAL) * schedule.block_q * schedule.block_kv
+
+    def active(schedule: BlockSchedule) -> int:
+        return schedule.count(PARTIAL) + schedule.count(FULL)
+
+    forward = 2 * q_bytes + active(first) * 2 * config.block_kv * width * size + masks(first)
+    # The rows of a block of keys: q, d_out, and their float32 log-sum-exp and product.
+    of_rows = config.block_q_dkv * (2 * width * size + 2 * _SUBLANES * _FLOAT32)
+    backward = active(second) * of_rows + 2 * kv_bytes + 4 * lay.kv_len * width * _FLOAT32 + masks(second)
+    if effective["dq_reduction_steps"] == 3:
+        backward += active(second) * 2 * config.block_q_dkv * width * size + 4 * q_bytes
+    else:
+        partial_sums = effective["dq_partial_sums"] * lay.q_len * width * jnp.dtype(effective["dq_dtype"]).itemsize
+        backward += 2 * partial_sums + q_bytes
+    pairs = [active(schedule) * schedule.block_q * schedule.block_kv for schedule in (first, second)]
+    return Pass(pairs[0], forward), Pass(pairs[1], backward)
+
+
+def build_host(attend: Attend, sizes: Sizes, effective: Effective) -> None:
+    """Makes, and keeps, what the host computes of a schedule before the program is traced, if anything."""
+    if build := schedules.TABLE[effective["schedule"]].host:
+        build(*kernel_of(attend.visibility, sizes.seq_len, effective))
 
 
 def _attend_one(heads, schedule, config, sinks, sequence):
@@ -179,7 +199,7 @@ def _call_forward(heads, kernel, q, keys, ids, sinks):
         return heads.put(out, of_some, first), logsumexp
 
     nothing = jnp.zeros_like(q), jnp.zeros((q.shape[1], heads.layout.q_len))
-    out, logsumexp = backends.saved(*heads.each(body, nothing, q.shape[1]))
+    out, logsumexp = attend_lib.saved(*heads.each(body, nothing, q.shape[1]))
     return out, (kernel, q, keys, ids, sinks, out, logsumexp)
 
 
@@ -210,14 +230,14 @@ def _call_backward(heads, residuals, d_out):
 _call.defvjp(_call_forward, _call_backward)
 
 
-def kernel_of(visibility, seq_len: int, effective: backends.Effective) -> tuple[layout.Layout, splash.SplashConfig]:
+def kernel_of(visibility, seq_len: int, effective: Effective) -> tuple[layout.Layout, splash.SplashConfig]:
     """Where the kernel's rows and columns lie, and tokamax's config of it, by what `resolve` returned."""
     return _layout(visibility, seq_len, effective), _splash_config(effective)
 
 
-def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
+def _blocks(attend: Attend, seq_len: int) -> dict[str, int]:
     """The six block sizes: a size not given is its forward one's, or as large as is useful."""
-    longest = round_up(seq_len, LANES)
+    options, longest = attend.options, round_up(seq_len, LANES)
     default = min(_DEFAULT_BLOCK, longest)
     blocks = {"block_q": options.block_q or default, "block_kv": options.block_kv or default}
     blocks["block_kv_compute"] = options.block_kv_compute or blocks["block_kv"]
@@ -226,28 +246,29 @@ def _blocks(seq_len: int, options: backends.Options) -> dict[str, int]:
     blocks["block_kv_dkv_compute"] = options.block_kv_dkv_compute or blocks["block_kv_dkv"]
     for name, size in blocks.items():
         if size <= 0 or size % LANES:
-            raise ValueError(f"{name}={size}: must be 0 (chosen for you) or a positive multiple of {LANES}")
+            raise attend.error(name, f"0 (chosen for you) or a positive multiple of {LANES}")
         if size > longest:
-            raise ValueError(f"{name}={size}: must be at most {longest}, the padded length of {seq_len} tokens")
+            raise attend.error(name, f"at most {longest}, the padded length of {seq_len} tokens")
     for name in ("block_kv", "block_kv_dkv"):
         if blocks[name] % blocks[f"{name}_compute"]:
-            raise ValueError(f"{name}_compute={blocks[f'{name}_compute']}: must divide {name}={blocks[name]}")
+            raise attend.error(f"{name}_compute", f"a divisor of {name}={blocks[name]}")
     return blocks
 
 
-def _check_scalar_memory(lay: layout.Layout, effective: backends.Effective) -> None:
-    name = effective["schedule"]
-    if schedules.TABLE[name].ring_only:
-        for suffix in ("", "_dkv"):
-            sizes = effective[f"block_q{suffix}"], effective[f"block_kv{suffix}"]
-            scalar_memory.require(name, *scalar_memory.of_runtime_mask(lay, *sizes))
-        return
-    for part in closed_form.schedules(lay, _splash_config(effective)):
-        info = closed_form.mask_info(*part)
-        scalar_memory.require(name, info.block_mask.size, scalar_memory.listed(info))
+def _check_scalar_memory(attend: Attend, lay: layout.Layout, effective: Effective) -> None:
+    """Raises SettingError where the lists of blocks of a kernel do not fit."""
+    if schedules.TABLE[effective["schedule"]].ring_only:
+        sizes = [(effective[f"block_q{suffix}"], effective[f"block_kv{suffix}"]) for suffix in ("", "_dkv")]
+        taken = [scalar_memory.of_runtime_mask(lay, *size) for size in sizes]
+    else:
+        infos = [closed_form.mask_info(*part) for part in closed_form.schedules(lay, _splash_config(effective))]
+        taken = [(info.block_mask.size, scalar_memory.listed(info)) for info in infos]
+    for blocks, size in taken:
+        if size > scalar_memory.CAPACITY:
+            raise attend.error("schedule", scalar_memory.too_large(effective["schedule"], blocks, size))
 
 
-def _layout(visibility, seq_len: int, blocks: backends.Effective) -> layout.Layout:
+def _layout(visibility, seq_len: int, blocks: Effective) -> layout.Layout:
     return layout.make(
         visibility,
         seq_len,
@@ -256,7 +277,7 @@ def _layout(visibility, seq_len: int, blocks: backends.Effective) -> layout.Layo
     )
 
 
-def _splash_config(effective: backends.Effective) -> splash.SplashConfig:
+def _splash_config(effective: Effective) -> splash.SplashConfig:
     names = {field.name for field in dataclasses.fields(splash.SplashConfig)}
     blocks = {name: size for name, size in effective.items() if name in names and name.startswith("block_")}
     return splash.SplashConfig(

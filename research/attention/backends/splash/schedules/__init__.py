@@ -8,9 +8,9 @@ bool [q_len, kv_len], and `hybrid` the indexer's choice, bool [S, C].
 import dataclasses
 from collections.abc import Callable
 
+from research.attention.attend import Attend
 from research.attention.backends.splash.schedules import captured, closed_form, computed, dynamic, hybrid, static
-
-_FIXED = ("sliding", "hca")
+from research.attention.visibility import KINDS, Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,46 +19,52 @@ class Schedule:
 
     Attributes:
       kernel: makes the kernel.
-      kinds: visibilities it can express, by `visibility.kind`.
+      selects: whether it can express visibilities that select, those that do not, or (None) both.
+      bands: whether it can express none but visibilities that are bands.
       runtime_mask: whether documents and selection arrive as one mask at run time.
       ring_only: whether the kernel leaves no other way to reduce dq than its ring buffer of three.
       host: `(layout, config)`, makes and caches what the host computes before the program is traced, if anything.
     """
 
     kernel: Callable
-    kinds: tuple[str, ...] = _FIXED
+    selects: bool | None = False
+    bands: bool = False
     runtime_mask: bool = False
     ring_only: bool = False
     host: Callable | None = None
 
+    def expresses(self, visibility: type[Visibility]) -> bool:
+        """Whether it can express the visibilities of a class."""
+        return self.selects in (None, visibility.selects) and (visibility.bands or not self.bands)
+
 
 TABLE = {
     "captured": Schedule(captured.kernel, ring_only=True),
-    "dynamic": Schedule(dynamic.kernel, kinds=(*_FIXED, "csa"), runtime_mask=True, ring_only=True),
+    "dynamic": Schedule(dynamic.kernel, selects=None, runtime_mask=True, ring_only=True),
     "static": Schedule(static.kernel, host=static.kernel),
-    "closed_form": Schedule(closed_form.kernel, host=closed_form.schedules),
-    "computed": Schedule(computed.kernel, host=closed_form.schedules),
-    "hybrid": Schedule(hybrid.kernel, kinds=("csa",), host=closed_form.schedules),
+    "closed_form": Schedule(closed_form.kernel, bands=True, host=closed_form.schedules),
+    "computed": Schedule(computed.kernel, bands=True, host=closed_form.schedules),
+    "hybrid": Schedule(hybrid.kernel, selects=True, bands=True, host=closed_form.schedules),
 }
-_DEFAULT = {"sliding": "closed_form", "hca": "closed_form", "csa": "hybrid"}
+_PREFERRED = ("closed_form", "hybrid", "static", "dynamic")  # 'auto' is the first one that can express a visibility
 
 
 def expressing(kind: str) -> list[str]:
-    """Names of the schedules that can express a visibility's kind."""
-    return [name for name, schedule in TABLE.items() if kind in schedule.kinds]
+    """Names of the schedules that can express a kind of visibility."""
+    return [name for name, schedule in TABLE.items() if schedule.expresses(KINDS[kind])]
 
 
-def resolve_name(name: str, kind: str) -> str:
-    """The schedule of that name for a visibility's kind; 'auto' is the kind's default.
+def chosen(attend: Attend) -> str:
+    """The schedule that an op asks for; 'auto' is its visibility's default.
 
     Raises:
-      ValueError: the name is unknown, or the schedule cannot express the kind.
+      SettingError: there is no such schedule, or it cannot express the visibility.
     """
-    if name == "auto":
-        return _DEFAULT[kind]
-    if name not in TABLE:
-        raise ValueError(f"schedule={name!r}: must be auto or one of {', '.join(TABLE)}")
-    allowed = expressing(kind)
-    if name not in allowed:
-        raise ValueError(f"schedule={name!r}: cannot express {kind} attention; use {', '.join(allowed)}")
-    return name
+    able = expressing(attend.visibility.kind)
+    if attend.schedule == "auto":
+        return next(name for name in _PREFERRED if name in able)
+    if attend.schedule not in TABLE:
+        raise attend.error("schedule", f"auto or one of {', '.join(TABLE)}")
+    if attend.schedule not in able:
+        raise attend.error("schedule", f"auto or one of {', '.join(able)}, which can express {attend.visibility.kind}")
+    return attend.schedule

@@ -17,7 +17,7 @@ def kernel(layout, config, given):
     """A kernel over one sequence's choice of entries. Never `vmap` it: see `dynamic`."""
     rows, entries = jnp.arange(layout.q_len)[:, None], jnp.arange(layout.compressed_len)[None]
     chosen = jnp.pad(given, ((0, layout.q_len - layout.seq_len), (0, layout.compressed_len - layout.entries)))
-    attended = layout.visibility.entry_mask(rows, entries, chosen=chosen)
+    attended = layout.visibility.sees_compressed(rows, entries) & chosen  # documents are the kernel's to compare
     plan = closed_form.schedules(layout, config)
     return closed_form.assemble(config, *(_with_choice(*part, attended) for part in plan), plan)
 

@@ -29,10 +29,9 @@ def of_runtime_mask(layout: Layout, block_q: int, block_kv: int) -> tuple[int, i
     return blocks, blocks * (rows + cols + index + kinds + _BOUNDS)
 
 
-def require(schedule: str, blocks: int, size: int) -> None:
-    """Raises ValueError, with the counts, where a schedule does not fit."""
-    if size > CAPACITY:
-        raise ValueError(
-            f"schedule={schedule!r}: its list of {blocks:,} blocks takes {math.ceil(size / 1024):,} KiB of scalar "
-            f"memory, a TPU core has {CAPACITY // 1024:,}; use larger blocks, or a schedule of active blocks only"
-        )
+def too_large(schedule: str, blocks: int, size: int) -> str:
+    """What is allowed instead of a schedule whose list of that many blocks takes that many bytes."""
+    return (
+        f"one of active blocks only, or with larger blocks: the list of {blocks:,} blocks of {schedule} takes "
+        f"{math.ceil(size / 1024):,} KiB of scalar memory, a TPU core has {CAPACITY // 1024:,}"
+    )

@@ -1,13 +1,14 @@
 """Fields of a config by their dotted names: reading, setting and comparing them."""
 
+import dataclasses
 import difflib
 import json
 from typing import Any
 
 import ml_collections
 
-from research.config import base_config
 from research.errors import ConfigError
+from research.settings.config import Settings
 
 Overrides = dict[str, Any]  # values by dotted name: {"attention.block_q": 256}
 
@@ -73,13 +74,13 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     ]
 
 
-def as_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The config as `config.json` holds it: tuples are lists."""
-    return json.loads(config.to_json_best_effort())
+def as_json(settings: Settings) -> dict[str, Any]:
+    """Settings as `config.json` holds them: tuples are lists."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config, as JSON, by dotted name."""
+    """A config, as nested dicts, by dotted name."""
     found = {}
     for name, value in config.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -87,8 +88,8 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def defaults() -> dict[str, Any]:
-    """The base config by dotted name, as JSON."""
-    return flat(as_json(base_config()))
+    """The defaults by dotted name, as JSON."""
+    return flat(as_json(Settings()))
 
 
 def compared(name: str) -> bool:
