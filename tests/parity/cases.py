@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research.attention.layer.attention import Attention
-from research.attention.spec import KINDS, AttentionSpec, RopeSpec
+from research.attention.attend import Documents
+from research.attention.layer import attention
+from research.attention.spec import Spec
+from research.attention.visibility import KINDS
+from research.settings.attention import Attention, Rope
+from research.settings.config import Settings
 from tests import oracles
 
 Arrays = dict[str, np.ndarray]
@@ -18,49 +22,19 @@ LENGTHS = (1, 3, 127, 128, 129, 300, 489, 1024)
 LONG = 4_224  # one HCA window past position 4,096
 KEPT_ROWS = 1_024  # last rows that a comparison looks at: all of them but in the longest case
 HIDDEN = 16
-NORM_EPS = 1e-6
-SPEC = AttentionSpec(
+ATTENTION = Attention(
     backend="dot_product",
-    schedule="auto",
-    csa_schedule="auto",
-    block_q=0,
-    block_kv=0,
-    block_kv_compute=0,
-    block_q_dkv=0,
-    block_kv_dkv=0,
-    block_kv_dkv_compute=0,
-    dq_reduction_steps=0,
-    heads_per_call=0,
-    vmem_limit_kib=0,
-    heads_at_once=0,
-    window=128,
-    hca_ratio=128,
-    csa_ratio=4,
     top_k=8,
-    heads=4,
     head_width=16,
     rope_width=8,
     q_rank=8,
-    out_groups=2,
     out_rank=6,
     index_heads=16,
     index_head_width=12,
     index_backend="xla",
-    index_heads_at_once=0,
-    index_entries_at_once=0,
-    sinks=True,
-    csa_stage="sparse",
     indexer_loss_weight=0.0,
 )
-ROPE = RopeSpec(
-    theta=10_000.0,
-    compressed_theta=160_000.0,
-    yarn_factor=1.0,
-    yarn_original_length=65_536,
-    yarn_beta_fast=32.0,
-    yarn_beta_slow=1.0,
-    angles="reference",
-)
+ROPE = Rope(angles="reference")
 # Short enough that of the four channel pairs one is kept, one lies on the ramp and two are stretched.
 YARN = dataclasses.replace(ROPE, yarn_factor=16.0, yarn_original_length=256)
 CASES = [(kind, seq_len, ROPE) for kind in KINDS for seq_len in LENGTHS]
@@ -69,20 +43,25 @@ CASES += [(kind, LONG, YARN) for kind in ("hca", "csa")]
 
 def case_id(value) -> str:
     """Names a case's parts for pytest."""
-    return ("yarn" if value.yarn_factor != 1 else "plain") if isinstance(value, RopeSpec) else str(value)
+    return ("yarn" if value.yarn_factor != 1 else "plain") if isinstance(value, Rope) else str(value)
 
 
-def layer(kind: str, rope: RopeSpec) -> hk.Transformed:
+def spec(rope: Rope = ROPE, settings: Attention = ATTENTION, dtype: str = "float32") -> Spec:
+    """Of layers of every kind, `HIDDEN` wide."""
+    model = {"layers": tuple(KINDS), "hidden": HIDDEN, "dtype": dtype}
+    return Spec.make(dataclasses.replace(Settings().replace(model=model), attention=settings, rope=rope))
+
+
+def layer(kind: str, rope: Rope) -> hk.Transformed:
     """Our layer as a function of x [B, S, E], at positions 0 to S - 1."""
 
     def forward(x):
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        return Attention(SPEC, rope, kind, HIDDEN, NORM_EPS, jnp.float32)(x, positions)[0]
+        return attention.Attention(spec(rope), kind)(x, Documents.whole(*x.shape[:2]))[0]
 
     return hk.without_apply_rng(hk.transform(forward))
 
 
-def run(kind: str, rope: RopeSpec, parameters: Arrays, x: np.ndarray, cotangent: np.ndarray) -> Arrays:
+def run(kind: str, rope: Rope, parameters: Arrays, x: np.ndarray, cotangent: np.ndarray) -> Arrays:
     """Our layer's `output` [B, S, E], and the gradients of `sum(output * cotangent)` by `x` and by each parameter."""
     apply = layer(kind, rope).apply
 

@@ -8,7 +8,7 @@ by each parameter (`<S>:output`, `<S>:x`, `<S>:<parameter>`). Of the longest cas
 
 import numpy as np
 
-from research.attention.spec import KINDS
+from research.attention.visibility import KINDS
 from tests.parity import cases, reference
 
 

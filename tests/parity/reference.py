@@ -104,14 +104,14 @@ class Reference:
     def _to_ours(self, ours: str, tensor: torch.Tensor) -> np.ndarray:
         array = tensor.numpy()
         if ours == "attention/out_down":
-            array = array.reshape(cases.SPEC.out_groups, cases.SPEC.out_rank, -1).swapaxes(1, 2)
+            array = array.reshape(cases.ATTENTION.out_groups, cases.ATTENTION.out_rank, -1).swapaxes(1, 2)
         elif array.ndim == 2 and not ours.endswith("position_bias"):
             array = array.T
         return np.array(array)
 
 
 def _config(kind: str, rope):
-    spec = cases.SPEC
+    spec = cases.ATTENTION
     partial = spec.rope_width / spec.head_width
     compress = {"rope_type": "default", "rope_theta": rope.compressed_theta, "partial_rotary_factor": partial}
     if rope.yarn_factor != 1:
@@ -139,7 +139,7 @@ def _config(kind: str, rope):
         index_topk=spec.top_k,
         sliding_window=spec.window,
         compress_rates={LAYER_TYPES["csa"]: spec.csa_ratio, LAYER_TYPES["hca"]: spec.hca_ratio},
-        rms_norm_eps=cases.NORM_EPS,
+        rms_norm_eps=1e-6,
         rope_theta=rope.theta,
         compress_rope_theta=rope.compressed_theta,
         max_position_embeddings=int(rope.yarn_factor * rope.yarn_original_length),

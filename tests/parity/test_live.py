@@ -2,13 +2,13 @@
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention.attend import Documents
 from research.attention.indexer.module import Indexer, select
 from research.attention.layer.rope import frequencies
-from research.attention.spec import KINDS
+from research.attention.visibility import KINDS, CompressedSparse
 from tests.parity import cases
 
 pytestmark = pytest.mark.parity
@@ -36,19 +36,18 @@ def test_outputs_and_gradients(reference, kind, seq_len, rope):
     cases.assert_equal(cases.run(kind, rope, layer.parameters(), x, cotangent), expected)
 
 
-@pytest.mark.parametrize("seq_len", [seq_len for seq_len in cases.LENGTHS if seq_len >= cases.SPEC.csa_ratio])
+@pytest.mark.parametrize("seq_len", [seq_len for seq_len in cases.LENGTHS if seq_len >= cases.ATTENTION.csa_ratio])
 def test_the_indexer_selects_the_same_entries(reference, seq_len):
     x, cotangent = draw(seq_len)
     layer = reference.Reference("csa", cases.YARN, SEED)
     layer.run(x, cotangent)
-    spec = cases.SPEC
+    settings = cases.ATTENTION
 
     def forward(x, low_rank_q):
-        freqs = frequencies(cases.YARN, spec.rope_width, compressed=True)
-        positions = jnp.arange(seq_len, dtype=jnp.int32)[None]
-        indexer = Indexer(spec.csa_ratio, spec.index_heads, spec.index_head_width, norm_eps=cases.NORM_EPS, freqs=freqs)
-        segments = jnp.zeros_like(positions)
-        return select(indexer(x, low_rank_q, positions, segments), spec.selection, segments, spec.scoring)
+        freqs = frequencies(cases.YARN, settings.rope_width, compressed=True)
+        documents, indexer = Documents.whole(1, seq_len), Indexer(settings, 1e-6, freqs)
+        index = indexer(x, low_rank_q, documents)
+        return select(index, CompressedSparse.make(settings), documents, cases.spec().scoring)
 
     parameters = {
         name.removeprefix("attention/"): array
@@ -58,5 +57,5 @@ def test_the_indexer_selects_the_same_entries(reference, seq_len):
     apply = jax.jit(hk.without_apply_rng(hk.transform(forward)).apply)
     selected = np.asarray(apply(cases.unflatten(parameters), *layer.indexer_inputs))
     np.testing.assert_array_equal(selected, layer.selected)
-    counts = np.minimum(spec.top_k, (np.arange(seq_len) + 1) // spec.csa_ratio)
+    counts = np.minimum(settings.top_k, (np.arange(seq_len) + 1) // settings.csa_ratio)
     np.testing.assert_array_equal(selected.sum(axis=-1)[0], counts)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from research.attention.spec import KINDS
+from research.attention.visibility import KINDS
 from tests.parity import cases
 
 

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention import attend as attend_lib
 from research.attention import backends
+from research.attention.attend import Attend, Documents, Keys, Sizes, Target
 from research.attention.backends import blockwise
 from research.attention.backends.splash import schedules
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow, Visibility
+from research.settings.attention import Kernel
 from tests.oracles import DIFFERENTIABLE
 
 HEADS = 2
@@ -35,7 +38,10 @@ class Strategy:
     """A backend with its options."""
 
     backend: str
-    options: backends.Options
+    options: Kernel = Kernel()
+
+    def attend(self, visibility: Visibility, target: Target | None = None) -> Attend:
+        return Attend(self.backend, visibility, self.options, target or Target(attend_lib.platform()))
 
     def __str__(self) -> str:
         if self.options.schedule == "auto":
@@ -44,23 +50,28 @@ class Strategy:
         return f"{self.backend}-{self.options.schedule}-dq{self.options.dq_reduction_steps}{apart}"
 
 
+def sizes(seq_len: int, dtype="float32", packed=True) -> Sizes:
+    """Of `inputs`."""
+    return Sizes(seq_len, HEADS, WIDTH, dtype, packed)
+
+
 def strategies(visibility: Visibility, seq_len: int, block: int = 128) -> list[Strategy]:
     """Those that differ in effect, for every backend: with schedules and blocks where it has them, else without."""
     asked = [
-        backends.Options(schedule, block_q=block, block_kv=block, dq_reduction_steps=steps)
+        Kernel(schedule, block_q=block, block_kv=block, dq_reduction_steps=steps)
         for schedule in schedules.TABLE
         for steps in (0, 3)
     ]
     asked += [dataclasses.replace(asked[2 * list(schedules.TABLE).index(name)], heads_per_call=1) for name in GROUPED]
-    asked += [backends.Options(schedule) for schedule in blockwise.SCHEDULES]
+    asked += [Kernel(schedule) for schedule in blockwise.SCHEDULES]
     found = []
     for name in backends.NAMES:
         distinct = {}
         for options in asked:
             with contextlib.suppress(ValueError):
-                effective = backends.get(name).resolve(visibility, seq_len, HEADS, WIDTH, "float32", options)
+                effective = Strategy(name, options).attend(visibility).effective(sizes(seq_len))
                 distinct.setdefault(tuple(effective.items()), Strategy(name, options))
-        found += distinct.values() or [Strategy(name, backends.DEFAULT)]
+        found += distinct.values() or [Strategy(name)]
     return found
 
 
@@ -80,7 +91,8 @@ def parameters(by_kind: dict[str, Visibility], seq_len: int, quick: Callable[[st
 
 def is_default(kind: str, strategy: Strategy) -> bool:
     """Whether it has the schedule that is chosen for that kind, or none."""
-    return strategy.backend != "splash" or strategy.options.schedule in ("auto", schedules.resolve_name("auto", kind))
+    default = {"sliding": "closed_form", "hca": "closed_form", "csa": "hybrid"}[kind]
+    return strategy.backend != "splash" or strategy.options.schedule in ("auto", default)
 
 
 def none(seq_len: int) -> None:
@@ -122,27 +134,40 @@ def inputs(
         "segments": None if segments is None else jnp.asarray(segments, jnp.int32),
         "selected": None,
     }
-    if visibility.kind == "csa":
+    if visibility.selects:
         rank = rng.random((batch, seq_len, entries)).argsort(axis=-1)
         arguments["selected"] = jnp.asarray(rank < visibility.top_k)
     return arguments, jnp.asarray(rng.standard_normal((batch, seq_len, HEADS, width)), dtype)
 
 
+def placed(arguments) -> Documents:
+    """Without segments, rows of one document each."""
+    batch, seq_len = arguments["q"].shape[:2]
+    if arguments["segments"] is None:
+        return Documents.whole(batch, seq_len)
+    return Documents(jnp.zeros((batch, seq_len), jnp.int32), arguments["segments"])
+
+
+def call(attend: Attend, arguments, prepared=None) -> jax.Array:
+    """The op on arguments as `inputs` gives them."""
+    given = {name: arguments[name] for name in ("sinks", "selected")}
+    keys = Keys(arguments["local"], arguments["compressed"])
+    return attend(arguments["q"], keys, placed(arguments), **given, prepared=prepared)
+
+
 def differentiate(strategy: Strategy, visibility: Visibility, arguments, d_out, target=None):
     """ "out" and the gradients, as `oracles.attention` returns them; and all that was kept for the backward pass."""
-    backend, options = backends.get(strategy.backend), strategy.options
+    attend = strategy.attend(visibility, target)
 
-    def attend(varied):
-        prepared = backend.prepare(visibility, d_out.shape[1], arguments["segments"], options)
-        settings = {"visibility": visibility, "options": options, "prepared": prepared, "target": target}
-        return backend.attend(**{**arguments, **varied}, **settings)
+    def run(varied):
+        return call(attend, {**arguments, **varied}, attend.prepare(placed(arguments)))
 
     varied = {name: arguments[name] for name in DIFFERENTIABLE if arguments[name] is not None}
-    out, pull_back = jax.vjp(attend, varied)
+    out, pull_back = jax.vjp(run, varied)
     return {"out": out, **pull_back(d_out)[0]}, jax.tree.leaves(pull_back)
 
 
 @functools.cache
-def differentiated(strategy: Strategy, visibility: Visibility, target: backends.Target | None = None):
+def differentiated(strategy: Strategy, visibility: Visibility, target: Target | None = None):
     """Jitted `(arguments, d_out) ->` the first of what `differentiate` returns."""
     return jax.jit(lambda arguments, d_out: differentiate(strategy, visibility, arguments, d_out, target)[0])

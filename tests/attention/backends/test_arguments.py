@@ -4,8 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention import attend as attend_lib
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.errors import ConfigError
 from tests.attention.backends import strategies as lib
 
 SEQ_LEN = 10
@@ -14,7 +16,7 @@ VISIBILITIES = {"sliding": SlidingWindow(4), "hca": HeavilyCompressed(4, 4), "cs
 
 def attend(backend, kind, **replaced):
     arguments, _ = lib.inputs(VISIBILITIES[kind], SEQ_LEN, np.zeros((2, SEQ_LEN)))
-    return backends.get(backend).attend(**{**arguments, "visibility": VISIBILITIES[kind], **replaced})
+    return lib.call(lib.Strategy(backend).attend(VISIBILITIES[kind]), arguments | replaced)
 
 
 REFUSED = {
@@ -52,7 +54,8 @@ REFUSED = {
 @pytest.mark.parametrize(("kind", "name", "value", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("backend", backends.NAMES)
 def test_refused_argument_is_named(backend, kind, name, value, message):
-    with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
+    place = {"local": "keys.", "compressed": "keys.", "segments": "documents."}.get(name, "")
+    with pytest.raises(ValueError, match=f"^{place}{name}: .*{message}"):
         attend(backend, kind, **{name: value})
 
 
@@ -62,15 +65,14 @@ def test_the_same_without_a_fault_is_served(backend, kind):
     assert attend(backend, kind).shape == (2, SEQ_LEN, lib.HEADS, lib.WIDTH)
 
 
-@pytest.mark.parametrize("get", [backends.get, backends.resolve_name])
-def test_unknown_backend_is_told_the_known_ones(get):
-    with pytest.raises(ValueError, match=r"^backend='flash': must be one of .*dot_product.*splash"):
-        get("flash")
+def test_unknown_backend_is_told_the_known_ones():
+    with pytest.raises(ConfigError, match=r"^config.attention.backend='flash': must be one of auto, dot_product, .*splash"):
+        attend_lib.backend_of("flash", "cpu")
 
 
 def test_auto_follows_the_platform():
-    assert backends.resolve_name("auto", "tpu") == "splash"
+    assert attend_lib.backend_of("auto", "tpu") == "splash"
     for platform in ("cpu", "gpu"):
-        assert backends.resolve_name("auto", platform) == "blockwise"
-    assert backends.resolve_name("auto") == backends.resolve_name("auto", backends.platform())
-    assert backends.names() == ("auto", *backends.NAMES)
+        assert attend_lib.backend_of("auto", platform) == "blockwise"
+    for name in backends.NAMES:
+        assert attend_lib.backend_of(name, "cpu") == name

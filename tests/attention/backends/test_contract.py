@@ -9,7 +9,8 @@ import pytest
 
 from research.attention import backends
 from research.attention.backends.splash import schedules
-from research.attention.spec import KINDS
+from research.attention.visibility import KINDS
+from research.settings.attention import Kernel
 from tests.attention.backends import strategies as lib
 from tests.oracles import assert_close, attention, visible
 
@@ -51,7 +52,7 @@ def test_nothing_is_left_out():
     for kind, visibility in SMALL.items():
         found = lib.strategies(visibility, SEQ_LEN)
         assert {strategy.backend for strategy in found} == set(backends.NAMES)
-        able = {name for name, schedule in schedules.TABLE.items() if kind in schedule.kinds}
+        able = set(schedules.expressing(kind))
         assert {strategy.options.schedule for strategy in found if strategy.backend == "splash"} == able
     quick = [case.values for case in cases() if not case.marks]
     for backend in backends.NAMES:
@@ -261,7 +262,7 @@ BLOCKS = {
 @pytest.mark.parametrize(("kind", "steps"), [("hca", 0), ("hca", 3), ("csa", 0)])
 def test_backward_blocks_of_other_sizes(kind, steps, blocks):
     """Splash's alone."""
-    options = backends.Options(dq_reduction_steps=steps, block_kv_dkv_compute=128, **blocks)
+    options = Kernel(dq_reduction_steps=steps, block_kv_dkv_compute=128, **blocks)
     arguments, d_out = lib.inputs(SMALL[kind], 489, lib.documents(489)[:1])
     results = lib.differentiated(lib.Strategy("splash", options), SMALL[kind])(arguments, d_out)
     compare(results, attention(arguments, SMALL[kind], d_out))
@@ -274,5 +275,5 @@ def test_no_intermediate_is_nan_or_infinite(backend, kind, sinks):
     """The memory that splash is interpreted with is NaN where nothing was written, which is its own test of this."""
     arguments, d_out = lib.inputs(SMALL[kind], 64, lib.padding(64), sinks=sinks)
     with jax.debug_nans(True), jax.debug_infs(True):
-        results = lib.differentiated(lib.Strategy(backend, backends.DEFAULT), SMALL[kind])(arguments, d_out)
+        results = lib.differentiated(lib.Strategy(backend), SMALL[kind])(arguments, d_out)
     compare(results, attention(arguments, SMALL[kind], d_out))
