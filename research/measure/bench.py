@@ -5,9 +5,9 @@ from typing import Any
 
 import ml_collections
 
-from research.settings import fields
 from research.measure import apart, op
 from research.model import spec as model_spec
+from research.settings import fields
 from research.sweeps import sweep
 
 

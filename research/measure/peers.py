@@ -54,8 +54,8 @@ def _ours(kind: str, seq_len: int) -> Callable[[], Any]:
     import jax.numpy as jnp
 
     from research.attention.layer.attention import Attention
-    from research.settings.config import base_config
     from research.model import spec as model_spec
+    from research.settings.config import base_config
 
     config = base_config()
     config.attention.update(SIZES)

@@ -6,10 +6,10 @@ from typing import Any
 import ml_collections
 
 from research import config as config_lib
-from research.settings import fields
 from research.errors import ConfigError
 from research.measure import aot, roofline
 from research.model import spec as model_spec
+from research.settings import fields
 
 SIZES = (128, 256, 512, 1024, 2048)
 _KEPT = 4  # pairs of blocks of each kernel that are compiled, of those with the lowest roofline

@@ -1,7 +1,5 @@
 """Faults that others shipped, each with the right answer."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +7,8 @@ import pytest
 from research.attention import backends
 from research.attention.backends.dot_product import dense_mask
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.errors import SettingError
+from research.settings.attention import Kernel
 from tests.attention.backends import strategies as lib
 
 HCA = HeavilyCompressed(window=128, ratio=128)
@@ -25,12 +25,12 @@ def entries_part(visibility, seq_len, segments=None) -> np.ndarray:
 
 
 def seen(visibility, seq_len, segments=None) -> np.ndarray:
-    segments = None if segments is None else jnp.array([segments], jnp.int32)
-    return np.asarray(dense_mask(visibility, seq_len, segments)[0])
+    segments = [0] * seq_len if segments is None else segments
+    return np.asarray(dense_mask(visibility, jnp.array([segments], jnp.int32))[0])
 
 
 def attend(backend, visibility, arguments, **replaced):
-    return np.asarray(backends.get(backend).attend(**{**arguments, **replaced}, visibility=visibility))
+    return np.asarray(lib.call(lib.Strategy(backend).attend(visibility), arguments | replaced))
 
 
 def test_window_of_128_is_128_keys_with_oneself():
@@ -74,7 +74,7 @@ def test_as_many_entries_as_tokens(backend):
     visibility = HeavilyCompressed(window=8, ratio=1)
     arguments, d_out = lib.inputs(visibility, 40)
     of_last_row = jnp.zeros_like(d_out).at[:, 39].set(1.0)
-    results = lib.differentiated(lib.Strategy(backend, backends.DEFAULT), visibility)(arguments, of_last_row)
+    results = lib.differentiated(lib.Strategy(backend), visibility)(arguments, of_last_row)
     assert np.asarray(results["compressed"]).any(axis=-1).all()
     assert np.flatnonzero(np.asarray(results["local"]).any(axis=(0, 2))).tolist() == list(range(32, 40))
 
@@ -104,7 +104,7 @@ def test_future_entries_are_not_seen_though_selected():
     """S=32, R=4: of all entries, token 9 sees 0 and 1."""
     visibility = CompressedSparse(window=8, ratio=4, top_k=8)
     everything = jnp.ones((1, 32, 8), bool)
-    mask = np.asarray(dense_mask(visibility, 32, None, everything)[0, :, 32:])
+    mask = np.asarray(dense_mask(visibility, jnp.zeros((1, 32), jnp.int32), everything)[0, :, 32:])
     assert np.flatnonzero(mask[9]).tolist() == [0, 1]
     assert mask.sum(axis=1).tolist() == [(t + 1) // 4 for t in range(32)]
 
@@ -140,13 +140,11 @@ def test_row_with_only_a_sink_is_zero(backend):
     """As is the sink's gradient: whatever its logit, it takes weight from nothing."""
     visibility = HeavilyCompressed(window=8, ratio=4)
     arguments, d_out = lib.inputs(visibility, 8, [[-1] * 8])
-    results = lib.differentiated(lib.Strategy(backend, backends.DEFAULT), visibility)(arguments, d_out)
+    results = lib.differentiated(lib.Strategy(backend), visibility)(arguments, d_out)
     for name, array in results.items():
         assert not np.asarray(array).any(), name
 
 
-@every_backend
-def test_steps_of_two_are_refused(backend):
-    options = dataclasses.replace(backends.DEFAULT, dq_reduction_steps=2)
-    with pytest.raises(ValueError, match=r"^dq_reduction_steps=2: "):
-        backends.get(backend).resolve(HCA, 489, 2, 64, "float32", options)
+def test_steps_of_two_are_refused():
+    with pytest.raises(SettingError, match=r"^config.attention.dq_reduction_steps=2: must be 0 .* or 3$"):
+        Kernel(dq_reduction_steps=2)

@@ -1,7 +1,6 @@
 """float32 operands are multiplied as float32, in every program and on every platform."""
 
 import ast
-import dataclasses
 import pathlib
 import re
 
@@ -12,14 +11,14 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from research.attention import backends
+from research.attention.attend import Documents, Target, platform
 from research.attention.indexer import kernel as index_kernel
 from research.attention.layer.attention import Attention
 from research.attention.product import precision_name, product
-from research.attention.spec import KINDS
-from research.settings.config import base_config
+from research.attention.spec import Spec
+from research.attention.visibility import KINDS
 from research.model import language_model
-from research.model import spec as model_spec
+from research.settings.config import Settings
 from tests.attention.backends import strategies as lib
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -61,30 +60,31 @@ def imprecise_lines(function, platform, *arguments) -> tuple[int, list[str]]:
     return len(found), [line for line in wide if "precision = [HIGHEST, HIGHEST]" not in line]
 
 
-def small(backend="blockwise", platform="cpu", **attention) -> model_spec.ModelSpec:
-    config = base_config()
-    config.model.update(hidden=16, ffn_width=24)
+def small(backend="blockwise", platform="cpu", *, tied_head=True, **attention) -> Spec:
     sizes = {"window": 8, "hca_ratio": 16, "top_k": 3, "heads": 2, "head_width": 16, "rope_width": 8, "q_rank": 16}
-    config.attention.update(out_rank=8, index_heads=2, index_head_width=8, backend=backend, **sizes, **attention)
-    return model_spec.from_config(config, platform)
+    sizes |= {"out_rank": 8, "index_heads": 2, "index_head_width": 8}
+    settings = Settings().replace(
+        model={"hidden": 16, "ffn_width": 24, "tied_head": tied_head},
+        attention={"backend": backend, **sizes, **attention},
+    )
+    return Spec.make(settings, platform)
 
 
 def layer_gradients(kind, spec, seq_len=64):
     """Value and gradients of a layer, its indexer's loss among them, and abstract arguments."""
 
     @hk.transform
-    def layer(x, positions):
-        out, of_indexer = Attention(spec.attention, spec.rope, kind, 16, 1e-6, "float32")(x, positions)
+    def layer(x):
+        out, of_indexer = Attention(spec, kind)(x, Documents.whole(1, seq_len))
         return out.sum() + sum(mean.mean() for mean in of_indexer.values())
 
     x = jax.ShapeDtypeStruct((1, seq_len, 16), jnp.float32)
-    positions = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
-    params = jax.eval_shape(layer.init, jax.random.key(0), x, positions)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
 
-    def run(params, x, positions):
-        return jax.value_and_grad(lambda params, x: layer.apply(params, None, x, positions), (0, 1))(params, x)
+    def run(params, x):
+        return jax.value_and_grad(lambda params, x: layer.apply(params, None, x), (0, 1))(params, x)
 
-    return run, params, x, positions
+    return run, params, x
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -100,19 +100,19 @@ def test_a_layer_in_float32_rounds_no_operand(backend, kind, platform):
 
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_a_model_in_float32_rounds_no_operand(tied_head):
-    spec = dataclasses.replace(small(), tied_head=tied_head)
+    spec = small(tied_head=tied_head)
     tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
     trained, measured = language_model.build(spec), language_model.build(spec, measure=True)
-    params = jax.eval_shape(trained.init, jax.random.key(0), tokens, tokens, tokens)
+    params = jax.eval_shape(trained.init, jax.random.key(0), tokens, Documents(tokens, tokens))
 
     def loss(params, tokens):
-        out, of_indexers = trained.apply(params, None, tokens, tokens, tokens)
+        out, of_indexers = trained.apply(params, None, tokens, Documents(tokens, tokens))
         return out.sum() + sum(mean.mean() for mean in of_indexers.values())
 
     count, found = imprecise(jax.value_and_grad(loss), params, tokens)
     assert count > 60
     assert not found
-    count, found = imprecise(lambda p, t: measured.apply(p, None, t, t, t), params, tokens)
+    count, found = imprecise(lambda p, t: measured.apply(p, None, t, Documents(t, t)), params, tokens)
     assert count > 20
     assert not found
 
@@ -121,11 +121,11 @@ def test_a_model_in_float32_rounds_no_operand(tied_head):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_splash_hands_its_kernels_the_precision_that_it_records(kind, dtype):
     visibility = lib.visibilities(100, 128)[kind]
-    target, options = backends.target("tpu"), backends.DEFAULT
-    effective = backends.get("splash").resolve(visibility, 256, 2, lib.WIDTH, dtype, options, target=target)
+    target, strategy = Target("tpu"), lib.Strategy("splash")
+    effective = strategy.attend(visibility, target).effective(lib.sizes(256, dtype))
     assert effective["precision"] == {"float32": "highest", "bfloat16": "default"}[dtype]
     arguments, d_out = lib.inputs(visibility, 256, dtype=jnp.dtype(dtype))
-    run = lib.differentiated(lib.Strategy("splash", options), visibility, target)
+    run = lib.differentiated(strategy, visibility, target)
     count, found = imprecise(run, arguments, d_out)
     assert count >= 7  # of the forward and of the backward kernel
     assert not found or dtype == "bfloat16"
@@ -156,5 +156,5 @@ def test_precision_changes_no_bit_on_a_cpu():
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.standard_normal((70, 70)), jnp.float32) for _ in range(2))
     exact, default = jax.jit(lambda a, b: product("ij,jk->ik", a, b)), jax.jit(jnp.matmul)
-    if backends.platform() == "cpu":
+    if platform() == "cpu":
         np.testing.assert_array_equal(exact(a, b), default(a, b))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from research.attention import visibility as lib
-from research.attention.spec import KINDS
-from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.attention.visibility import KINDS, CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.settings.attention import Attention
 from tests.oracles import visible
 
 PACKINGS = {
@@ -38,7 +38,7 @@ def test_equals_loops(visibility, seq_len, segments, xp):
     ids = xp.asarray(segments[:seq_len], np.int32)
     t, j, c = (xp.arange(n) for n in (seq_len, seq_len, visibility.num_entries(seq_len)))
     mask = visibility.sees_local(t[:, None], j[None]) & lib.same_segment(ids[:, None], ids[None])
-    if visibility.kind != "sliding":
+    if visibility.compresses:
         of_entry = lib.entry_segments(ids, visibility.ratio)
         sees = visibility.sees_compressed(t[:, None], c[None]) & lib.same_segment(ids[:, None], of_entry[None])
         mask = xp.concatenate([mask, sees], axis=1)
@@ -65,7 +65,32 @@ def test_padding_and_straddling_entries_are_in_no_document():
 
 
 def test_every_kind_has_a_name_of_its_own():
-    assert sorted(v.kind for v in (SlidingWindow, HeavilyCompressed, CompressedSparse)) == sorted(KINDS)
+    assert {"sliding": SlidingWindow, "hca": HeavilyCompressed, "csa": CompressedSparse} == KINDS
+
+
+def test_a_kinds_numbers_are_those_of_the_settings():
+    settings = Attention(window=7, hca_ratio=16, csa_ratio=4, top_k=3)
+    made = {kind: cls.make(settings) for kind, cls in KINDS.items()}
+    expected = {"sliding": SlidingWindow(7), "hca": HeavilyCompressed(7, 16), "csa": CompressedSparse(7, 4, 3)}
+    assert made == expected
+    assert [visibility.stride for visibility in made.values()] == [1, 16, 4]
+    assert made["csa"].unselected() == HeavilyCompressed(7, 4)
+
+
+@pytest.mark.parametrize("visibility", [SlidingWindow(8), HeavilyCompressed(8, 4), CompressedSparse(8, 4, 2)], ids=repr)
+@pytest.mark.parametrize("offset", [0, 1, 20, 37])
+def test_some_rows_of_a_sequence_follow_the_same_rule(visibility, offset):
+    """A shard's: its first row is token `offset`, its local keys begin a window before it."""
+    segments = np.array(PACKINGS["documents and padding"])
+    selected = np.random.default_rng(0).random((70, 17)) < 0.4
+    t, j = offset + np.arange(20), max(offset - 7, 0) + np.arange(27)
+    whole = visible(visibility, segments)
+    mask = visibility.local_mask(t[:, None], j[None], segments[t][:, None], segments[j][None])
+    np.testing.assert_array_equal(mask, whole[t][:, j])
+    if visibility.compresses:
+        c, of_entry = np.arange(17), lib.entry_segments(segments, 4)
+        mask = visibility.entry_mask(t[:, None], c[None], segments[t][:, None], of_entry[None], selected[t])
+        np.testing.assert_array_equal(mask, whole[t][:, 70:] & selected[t])
 
 
 @pytest.mark.parametrize("visibility", [SlidingWindow(8), HeavilyCompressed(8, 4), CompressedSparse(8, 4, 2)], ids=repr)
@@ -99,5 +124,5 @@ def test_kinds_with_the_same_numbers_differ():
 )
 def test_numbers_must_be_positive(kind, numbers, value):
     for field in numbers:
-        with pytest.raises(ValueError, match=rf"^{kind.__name__}\.{field}={value}: must be a positive integer$"):
+        with pytest.raises(ValueError, match=rf"^{kind.__name__}\.{field}={value}: must be positive$"):
             kind(**{**numbers, field: value})

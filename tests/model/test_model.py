@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -8,9 +7,10 @@ import optax
 import pytest
 
 from research.attention import backends
-from research.settings.config import base_config
+from research.attention.attend import Documents
+from research.attention.spec import Spec
 from research.model import language_model
-from research.model import spec as model_spec
+from research.settings.config import Settings
 from research.training import step as step_lib
 from tests.oracles import assert_close
 
@@ -19,25 +19,25 @@ ALIGNMENT = 16  # a multiple of both ratios
 
 
 @functools.cache
-def spec(backend="blockwise", platform=None, **model) -> model_spec.ModelSpec:
+def spec(backend="blockwise", platform=None, schedule="auto", **model) -> Spec:
     """Every kind of layer, twice, all of them small enough for 64 tokens to leave windows and selections behind."""
-    config = base_config()
-    config.model.update(repeats=2, hidden=32, ffn_width=48, **model)
-    config.attention.update(
-        backend=backend,
-        window=8,
-        hca_ratio=ALIGNMENT,
-        csa_ratio=4,
-        top_k=3,
-        heads=2,
-        head_width=16,
-        rope_width=8,
-        q_rank=16,
-        out_rank=8,
-        index_heads=2,
-        index_head_width=8,
-    )
-    return model_spec.from_config(config, platform)
+    attention = {
+        "backend": backend,
+        "schedule": schedule,
+        "window": 8,
+        "hca_ratio": ALIGNMENT,
+        "csa_ratio": 4,
+        "top_k": 3,
+        "heads": 2,
+        "head_width": 16,
+        "rope_width": 8,
+        "q_rank": 16,
+        "out_rank": 8,
+        "index_heads": 2,
+        "index_head_width": 8,
+    }
+    model = {"repeats": 2, "hidden": 32, "ffn_width": 48, **model}
+    return Spec.make(Settings().replace(attention=attention, model=model), platform)
 
 
 @functools.cache
@@ -66,12 +66,13 @@ def text(document: int) -> np.ndarray:
 
 
 def row(segments):
-    """Inputs, positions and segments, [1, S] each, of a row whose documents are `text` of their ids."""
+    """Inputs [1, S] and documents of a row whose documents are `text` of their ids."""
     segments = np.array(segments)
     counts = {document: iter(range(SEQ_LEN)) for document in set(segments)}
     positions = np.array([next(counts[document]) if document >= 0 else 0 for document in segments])
     inputs = np.array([text(d)[p] if d >= 0 else 0 for d, p in zip(segments, positions, strict=True)])
-    return tuple(jnp.asarray(array[None], jnp.int32) for array in (inputs, positions, segments))
+    inputs, positions, segments = (jnp.asarray(array[None], jnp.int32) for array in (inputs, positions, segments))
+    return inputs, Documents(positions, segments)
 
 
 def test_parameters_do_not_depend_on_the_backend():
@@ -99,7 +100,7 @@ def test_one_checkpoint_serves_every_backend(backend):
 
 def test_program_does_not_grow_with_repeats():
     def equations(repeats):
-        model = language_model.build(dataclasses.replace(spec(), repeats=repeats))
+        model = language_model.build(spec(repeats=repeats))
         shapes = jax.eval_shape(model.init, jax.random.key(0), *row([0] * SEQ_LEN))
         assert all(
             leaf.shape[0] == repeats
@@ -159,9 +160,9 @@ def test_remat_does_not_change_gradients():
 
 
 def test_past_does_not_depend_on_the_future():
-    inputs, positions, segments = row([0] * SEQ_LEN)
-    before = logits((inputs, positions, segments))
-    after = logits((inputs.at[0, 40].set(inputs[0, 40] ^ 1), positions, segments))
+    inputs, documents = row([0] * SEQ_LEN)
+    before = logits((inputs, documents))
+    after = logits((inputs.at[0, 40].set(inputs[0, 40] ^ 1), documents))
     np.testing.assert_array_equal(after[:, :40], before[:, :40])
     assert (after[:, 40:] != before[:, 40:]).any(axis=-1).all()
 
@@ -184,9 +185,11 @@ def test_padding_on_either_side_gives_the_same_log_probabilities():
     assert_close(jax.nn.log_softmax(left), jax.nn.log_softmax(right), 1e-5)
 
 
-def test_no_segments_is_one_document():
-    inputs, positions, segments = row([0] * SEQ_LEN)
-    assert_close(logits((inputs, positions)), logits((inputs, positions, segments)), 1e-6)
+@pytest.mark.parametrize("backend", backends.NAMES)
+def test_rows_known_to_be_one_document_are_that(backend):
+    inputs, documents = row([0] * SEQ_LEN)
+    known = logits((inputs, Documents.whole(1, SEQ_LEN)), backend=backend)
+    assert_close(known, logits((inputs, documents), backend=backend), 1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "static", "dynamic"])
@@ -194,9 +197,7 @@ def test_training_lowers_for_a_tpu(schedule):
     """With a forward and a backward kernel at least; recomputed blocks have one more."""
 
     def kernels(remat):
-        config = spec("splash", "tpu", remat=remat, dtype="bfloat16")
-        attention = dataclasses.replace(config.attention, schedule=schedule)
-        model = language_model.build(dataclasses.replace(config, attention=attention))
+        model = language_model.build(spec("splash", "tpu", schedule, remat=remat, dtype="bfloat16"))
 
         def loss(params):
             return model.apply(params, None, *row([0] * 40 + [1] * 24))[0].mean()
@@ -214,12 +215,10 @@ def test_one_process_makes_the_program_of_each_platform(order):
     for platform in order:
         model = spec("auto", platform)
         optimizer = optax.sgd(1.0)
-        update = updates.setdefault(
-            platform, step_lib.make_update(language_model.build(model), optimizer, model.attention)
-        )
+        update = updates.setdefault(platform, step_lib.make_update(model, language_model.build(model), optimizer))
         state = jax.eval_shape(lambda m=model, o=optimizer: step_lib.init(m, o, 0))
         tokens = jax.ShapeDtypeStruct((1, SEQ_LEN), jnp.int32)
         batch = dict.fromkeys(("inputs", "targets", "positions", "segments"), tokens)
         lowered = jax.jit(update).trace(state, batch).lower(lowering_platforms=(platform,))
-        assert model.attention.backend == {"cpu": "blockwise", "tpu": "splash"}[platform]
+        assert model.backend == {"cpu": "blockwise", "tpu": "splash"}[platform]
         assert ("tpu_custom_call" in lowered.as_text()) == (platform == "tpu")

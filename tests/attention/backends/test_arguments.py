@@ -66,7 +66,9 @@ def test_the_same_without_a_fault_is_served(backend, kind):
 
 
 def test_unknown_backend_is_told_the_known_ones():
-    with pytest.raises(ConfigError, match=r"^config.attention.backend='flash': must be one of auto, dot_product, .*splash"):
+    with pytest.raises(
+        ConfigError, match=r"^config.attention.backend='flash': must be one of auto, dot_product, .*splash"
+    ):
         attend_lib.backend_of("flash", "cpu")
 
 

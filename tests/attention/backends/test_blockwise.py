@@ -5,7 +5,6 @@ import pytest
 from research.attention.attend import Attend, Sizes, Target
 from research.attention.backends import blockwise
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
-
 from research.settings.attention import Kernel
 from tests.attention.backends import strategies as lib
 
@@ -63,7 +62,10 @@ def test_csa_never_holds_its_logits(schedule):
         ({"block_q": -1}, "block_q=-1: "),
         ({"schedule": "gather"}, "schedule='gather': must be left at .*: it has no effect with backend='blockwise'"),
         ({"schedule": "static"}, "schedule='static': must be left at .*: it has no effect with backend='blockwise'"),
-        ({"dq_reduction_steps": 3}, "dq_reduction_steps=3: must be left at .*: it has no effect with backend='blockwise'"),
+        (
+            {"dq_reduction_steps": 3},
+            "dq_reduction_steps=3: must be left at .*: it has no effect with backend='blockwise'",
+        ),
     ],
 )
 def test_options_it_cannot_honour_are_refused(options, message):

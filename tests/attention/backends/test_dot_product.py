@@ -46,7 +46,9 @@ def test_every_option_is_refused(field):
     if field.name == "csa_schedule":  # of other layers it says nothing
         assert attend.effective(lib.sizes(64))
         attend = dataclasses.replace(attend, schedule_setting="csa_schedule")
-    message = rf"^config.attention.{field.name}=.*: must be left at {field.default!r}: it has no effect with backend='dot"
+    message = (
+        rf"^config.attention.{field.name}=.*: must be left at {field.default!r}: it has no effect with backend='dot"
+    )
     with pytest.raises(ValueError, match=message):
         attend.effective(lib.sizes(64))
     with pytest.raises(ValueError, match=message):

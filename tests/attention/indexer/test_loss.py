@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention.attend import Documents, Keys
 from research.attention.indexer import loss as indexer_loss
 from research.attention.indexer import selection
 from research.attention.indexer.loss import Heads
@@ -36,8 +37,7 @@ def random_arguments(packing="packed", sinks=True, sparse=True, seq_len=SEQ_LEN,
     index = Index(draw(2, seq_len, 3, 4), draw(2, entries, 4), draw(2, seq_len, 3, dtype=jnp.float32))
     heads = Heads(
         draw(2, seq_len, 2, 8) * 2,
-        draw(2, seq_len, 8),
-        draw(2, entries, 8),
+        Keys(draw(2, seq_len, 8), draw(2, entries, 8)),
         draw(2, dtype=jnp.float32) if sinks else None,
     )
     segments = jnp.array(PACKINGS[packing], jnp.int32)[:, :seq_len]
@@ -71,7 +71,9 @@ def teacher_of(heads, b, t, mask):
 
 
 def in_float64(named):
-    return {name: None if x is None else np.asarray(x, np.float64) for name, x in named._asdict().items()}
+    arrays = named._asdict()
+    arrays |= arrays.pop("keys")._asdict() if isinstance(named, Heads) else {}
+    return {name: None if x is None else np.asarray(x, np.float64) for name, x in arrays.items()}
 
 
 def expected_kl(index, heads, segments, selected) -> float:
@@ -88,7 +90,7 @@ def expected_kl(index, heads, segments, selected) -> float:
 
 
 def kl(index, heads, segments, selected):
-    return indexer_loss.loss(index, heads, VISIBILITY, segments, selected, SCORING)
+    return indexer_loss.loss(index, heads, VISIBILITY, Documents(segments, segments), selected, SCORING)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -143,7 +145,7 @@ def test_gradient_equals_finite_differences(sparse):
 def direct_kl(index, heads, segments, selected):
     """All queries and heads at once, left to automatic differentiation."""
     seq_len = segments.shape[1]
-    keys = jnp.concatenate([heads.local, heads.compressed], axis=1)
+    keys = jnp.concatenate([*heads.keys], axis=1)
     visible = selection.visible_entries(VISIBILITY, segments)
     seen = visible if selected is None else visible & selected
     t, j = jnp.arange(seq_len)[:, None], jnp.arange(seq_len)[None]
@@ -170,8 +172,9 @@ def test_streamed_equals_direct(sparse):
 def test_a_perfect_student_has_no_loss_and_no_gradient():
     """One head of one index channel that says exactly what the only attention head says."""
     _, heads, segments, _ = random_arguments("one document")
-    heads = heads._replace(q=jnp.abs(heads.q[:, :, :1, :]), compressed=jnp.abs(heads.compressed), sinks=None)
-    index = Index(heads.q, heads.compressed, jnp.ones((2, SEQ_LEN, 1)))
+    keys = heads.keys._replace(compressed=jnp.abs(heads.keys.compressed))
+    heads = heads._replace(q=jnp.abs(heads.q[:, :, :1, :]), keys=keys, sinks=None)
+    index = Index(heads.q, keys.compressed, jnp.ones((2, SEQ_LEN, 1)))
     value, gradients = jax.value_and_grad(lambda index: kl(index, heads, segments, None).total)(index)
     assert abs(value) < 1e-4
     assert max(np.abs(leaf).max() for leaf in gradients) < 1e-5
@@ -200,7 +203,7 @@ def test_what_sees_nothing_gets_no_gradient():
     assert (np.asarray(gradients.keys)[unseen] == 0).all()
 
 
-def test_a_head_that_looks_elsewhere_has_no_say():
+def test_a_head_that_attends_to_its_sink_alone_does_not_count():
     """Head 0 gives all it has to its sink, so the teacher is what head 1 attends to."""
     index, heads, segments, _ = random_arguments("one document")
     drowned = heads._replace(sinks=jnp.array([60.0, 0.0]))
@@ -216,7 +219,8 @@ def test_hardly_any_entries(seq_len):
     value, gradients = jax.value_and_grad(lambda index: kl(index, *others).total)(index)
     assert value == 0
     jax.tree.map(lambda gradient: np.testing.assert_array_equal(gradient, 0.0), gradients)
-    measured = indexer_loss.measure(index, others[0], VISIBILITY, *others[1:], SCORING)
+    heads, segments, selected = others
+    measured = indexer_loss.measure(index, heads, VISIBILITY, Documents(segments, segments), selected, SCORING)
     assert {name: mean.count for name, mean in measured.items() if name != "kl"} == {
         "recall": 0,
         "coverage": 0,
@@ -229,7 +233,7 @@ def test_hardly_any_entries(seq_len):
 def test_measures_equal_loops(sparse):
     index, heads, segments, selected = random_arguments(sparse=sparse)
     measured = jax.jit(functools.partial(indexer_loss.measure, visibility=VISIBILITY, scoring=SCORING))(
-        index, heads, segments=segments, selected=selected
+        index, heads, documents=Documents(segments, segments), selected=selected
     )
     of_index, of_heads = in_float64(index), in_float64(heads)
     rows, top_k = [], VISIBILITY.top_k
@@ -255,17 +259,21 @@ def test_memory_is_that_of_a_block_of_queries():
     seq_len, entries, width = 4096, 1024, 16
     index = Index(jnp.ones((1, seq_len, 8, width)), jnp.ones((1, entries, width)), jnp.ones((1, seq_len, 8)))
     heads = Heads(
-        jnp.ones((1, seq_len, 16, width)), jnp.ones((1, seq_len, width)), jnp.ones((1, entries, width)), jnp.zeros(16)
+        jnp.ones((1, seq_len, 16, width)),
+        Keys(jnp.ones((1, seq_len, width)), jnp.ones((1, entries, width))),
+        jnp.zeros(16),
     )
-    segments = jnp.zeros((1, seq_len), jnp.int32)
+    documents = Documents.whole(1, seq_len)
     visibility = CompressedSparse(window=128, ratio=4, top_k=64)
 
     def loss(index, heads):
-        return indexer_loss.loss(index, heads, visibility, segments, None, SCORING).total
+        return indexer_loss.loss(index, heads, visibility, documents, None, SCORING).total
 
     unit = 4 * seq_len * entries
     assert temp_bytes(jax.value_and_grad(loss), index, heads) < 2 * unit
-    assert temp_bytes(lambda *x: indexer_loss.measure(*x, visibility, segments, None, SCORING), index, heads) < 2 * unit
+    assert (
+        temp_bytes(lambda *x: indexer_loss.measure(*x, visibility, documents, None, SCORING), index, heads) < 2 * unit
+    )
 
 
 def test_bfloat16_is_rounded_only_where_it_comes_in():

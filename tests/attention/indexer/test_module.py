@@ -6,15 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention.attend import Documents
 from research.attention.indexer import kernel as index_kernel
-from research.attention.indexer import scores as index_scores_lib
 from research.attention.indexer.module import Indexer, select, selection
 from research.attention.indexer.scores import Index, Scoring, index_scores
 from research.attention.layer.rope import frequencies
 from research.attention.visibility import CompressedSparse
+from research.settings.attention import Attention
 from tests.attention.sizes import largest_array, temp_bytes
 from tests.oracles import assert_close
-from tests.parity.cases import NORM_EPS, ROPE
+from tests.parity.cases import ROPE
 
 # Heads one by one, by twos and all at once; entries all at once, or in blocks of which the last is not full.
 SCORINGS = [
@@ -88,7 +89,7 @@ def test_selection_by_blocks_equals_selection_at_once(top_k, scoring):
     segments = jnp.array([[0] * 300, [0] * 90 + [1] * 200 + [-1] * 10], jnp.int32)
     scores, visible = index_scores(index, scoring), selection.visible_entries(visibility, segments)
     expected = selection.membership(scores, visible, top_k)
-    picked = jax.jit(select, static_argnums=(1, 3))(index, visibility, segments, scoring)
+    picked = jax.jit(select, static_argnums=(1, 3))(index, visibility, Documents(segments, segments), scoring)
     np.testing.assert_array_equal(picked, expected)
 
 
@@ -96,7 +97,7 @@ def test_equal_scores_fall_to_the_lower_entry():
     """No weights, no scores: every entry is as good as the other."""
     index = random_index(1, 40, 10)
     index = index._replace(weights=jnp.zeros_like(index.weights))
-    picked = select(index, CompressedSparse(window=8, ratio=4, top_k=3), jnp.zeros((1, 40), jnp.int32), Scoring())
+    picked = select(index, CompressedSparse(window=8, ratio=4, top_k=3), Documents.whole(1, 40), Scoring())
     for t, row in enumerate(np.asarray(picked[0])):
         assert np.flatnonzero(row).tolist() == list(range(min(3, (t + 1) // 4)))
 
@@ -104,9 +105,9 @@ def test_equal_scores_fall_to_the_lower_entry():
 def test_selecting_keeps_no_scores_of_all_queries():
     """What is left of [S, C] are booleans, a byte each."""
     seq_len, entries = 4096, 1024
-    index, segments = random_index(1, seq_len, entries, 4, 8), jnp.zeros((1, seq_len), jnp.int32)
+    index, documents = random_index(1, seq_len, entries, 4, 8), Documents.whole(1, seq_len)
     visibility = CompressedSparse(window=8, ratio=4, top_k=64)
-    assert temp_bytes(lambda index: select(index, visibility, segments, Scoring()), index) < 1.5 * seq_len * entries
+    assert temp_bytes(lambda index: select(index, visibility, documents, Scoring()), index) < 1.5 * seq_len * entries
 
 
 def choose(seq_len: int, top_k: int, segments=None, seed: int = 0) -> np.ndarray:
@@ -116,10 +117,10 @@ def choose(seq_len: int, top_k: int, segments=None, seed: int = 0) -> np.ndarray
     segments = jnp.zeros((1, seq_len), jnp.int32) if segments is None else jnp.array([segments], jnp.int32)
 
     def forward():
-        positions = jnp.arange(seq_len, dtype=jnp.int32)[None]
-        indexer = Indexer(4, heads=3, width=8, norm_eps=NORM_EPS, freqs=frequencies(ROPE, 4, compressed=True))
-        index = indexer(x, low_rank_q, positions, segments)
-        return select(index, CompressedSparse(window=8, ratio=4, top_k=top_k), segments, Scoring())
+        documents = Documents(Documents.whole(1, seq_len).positions, segments)
+        settings = Attention(index_heads=3, index_head_width=8, rope_width=4)
+        index = Indexer(settings, 1e-6, frequencies(ROPE, 4, compressed=True))(x, low_rank_q, documents)
+        return select(index, CompressedSparse(window=8, ratio=4, top_k=top_k), documents, Scoring())
 
     module = hk.without_apply_rng(hk.transform(forward))
     return np.asarray(jax.jit(lambda key: module.apply(module.init(key)))(jax.random.key(seed)))[0]
@@ -158,7 +159,16 @@ def test_kernel_refuses_steps_that_leave_heads_or_entries_out(sizes):
 
 
 def test_scoring_says_where_its_kernel_is_interpreted():
-    found = {p: index_scores_lib.resolve("pallas", 0, 0, 4, p).interpreted for p in ("cpu", "gpu", "tpu")}
+    def made(backend, platform):
+        return Scoring.make(Attention(index_backend=backend), platform)
+
+    found = {platform: made("pallas", platform).interpreted for platform in ("cpu", "gpu", "tpu")}
     assert found == {"cpu": True, "gpu": True, "tpu": False}
-    assert not index_scores_lib.resolve("xla", 0, 0, 4, "cpu").interpreted
-    assert [index_scores_lib.resolve("auto", 0, 0, 4, p).backend for p in ("cpu", "tpu")] == ["xla", "pallas"]
+    assert not made("xla", "cpu").interpreted
+    assert [made("auto", platform).backend for platform in ("cpu", "tpu")] == ["xla", "pallas"]
+
+
+@pytest.mark.parametrize(("heads", "at_once"), [(4, 4), (64, 8), (12, 6), (7, 7), (22, 2)])
+def test_heads_of_the_kernel_are_a_divisor_where_none_are_asked_for(heads, at_once):
+    assert Scoring.make(Attention(index_backend="pallas", index_heads=heads), "tpu").heads_at_once == at_once
+    assert Scoring.make(Attention(index_heads=heads), "cpu").heads_at_once == 1

@@ -84,8 +84,9 @@ def test_capped_counts_what_a_query_sees(packed):
     visibility = CompressedSparse(window=8, ratio=4, top_k=5)
     segments = np.array([[0] * 70 + [1] * 130 + [-1] * 5, [2] * 205], np.int32)
     selected = np.random.default_rng(0).random((2, 205, 51)) < 0.6
-    capped = selection.capped(visibility, jnp.asarray(segments) if packed else None, jnp.asarray(selected))
-    seen = np.asarray(visible_entries(visibility, jnp.asarray(segments) if packed else jnp.zeros((2, 205), jnp.int32)))
+    segments = jnp.asarray(segments if packed else np.zeros_like(segments))
+    capped = selection.capped(visibility, segments, jnp.asarray(selected))
+    seen = np.asarray(visible_entries(visibility, segments))
     expected = selected & seen & (np.cumsum(selected & seen, axis=-1) <= 5)
     assert (expected.sum(axis=-1) == 5).any()
     np.testing.assert_array_equal(capped & seen, expected)
@@ -94,7 +95,8 @@ def test_capped_counts_what_a_query_sees(packed):
 
 def test_capped_makes_no_array_of_queries_and_entries_but_booleans():
     visibility, selected = CompressedSparse(window=8, ratio=4, top_k=64), jnp.ones((1, 4096, 1024), bool)
-    assert temp_bytes(lambda x: selection.capped(visibility, None, x), selected) < 1.1 * selected.size
+    segments = jnp.zeros((1, 4096), jnp.int32)
+    assert temp_bytes(lambda x: selection.capped(visibility, segments, x), selected) < 1.1 * selected.size
 
 
 @pytest.mark.parametrize("seq_len", [1, 127, 128, 129, 300])

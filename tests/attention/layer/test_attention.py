@@ -8,21 +8,31 @@ import numpy as np
 import pytest
 
 from research.attention import backends
+from research.attention.attend import Documents
 from research.attention.layer.attention import Attention
-from research.attention.spec import KINDS
+from research.attention.spec import Spec
+from research.attention.visibility import KINDS
+from research.settings.attention import Rope
+from research.settings.config import Settings
 from tests.parity import cases
-from tests.parity.cases import HIDDEN, NORM_EPS, SPEC
+from tests.parity.cases import ATTENTION, HIDDEN
 
-ROPE = dataclasses.replace(cases.ROPE, angles="exact")
-SMALL = dataclasses.replace(SPEC, window=8, hca_ratio=8, top_k=3, index_heads=4)
+ROPE = Rope()
+SMALL = dataclasses.replace(ATTENTION, window=8, hca_ratio=8, top_k=3)
 ALL_ENTRIES = dataclasses.replace(SMALL, top_k=16)
 S = 64  # of most tests: what is jitted below is compiled once for all of them
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def attention(kind: str, spec=SMALL, dtype=jnp.float32) -> hk.Transformed:
+def attention(kind: str, settings=SMALL, dtype="float32") -> hk.Transformed:
+    """A function of hidden states, positions and segments; without the latter, of rows of one document each."""
+
     def forward(x, positions, segments=None):
-        return Attention(spec, ROPE, kind, HIDDEN, NORM_EPS, dtype)(x, positions, segments)[0]
+        if segments is None:
+            documents = dataclasses.replace(Documents.whole(*x.shape[:2]), positions=positions)
+        else:
+            documents = Documents(positions, segments)
+        return Attention(cases.spec(ROPE, settings, dtype), kind)(x, documents)[0]
 
     return hk.without_apply_rng(hk.transform(forward))
 
@@ -36,24 +46,24 @@ def hidden_states(seq_len: int = S) -> jax.Array:
 
 
 @functools.cache
-def random_parameters(kind: str, spec=SMALL) -> hk.Params:
+def random_parameters(kind: str, settings=SMALL) -> hk.Params:
     """Large enough to tell: freshly initialised gates and projections hardly differ between tokens."""
-    shapes = jax.eval_shape(attention(kind, spec).init, jax.random.key(0), hidden_states(1), grid(1))
+    shapes = jax.eval_shape(attention(kind, settings).init, jax.random.key(0), hidden_states(1), grid(1))
     rng = np.random.default_rng(3)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 0.5, leaf.dtype), shapes)
 
 
 @functools.cache
-def jitted_apply(kind: str, spec):
-    return jax.jit(attention(kind, spec).apply)
+def jitted_apply(kind: str, settings):
+    return jax.jit(attention(kind, settings).apply)
 
 
 @functools.cache
-def jitted_gradients(kind: str, spec):
+def jitted_gradients(kind: str, settings):
     @jax.jit
     def gradients(parameters, x, positions, segments, rows):
         """[rows, S, E]: of a weighted sum of each output row, by x."""
-        out, pull_back = jax.vjp(lambda x: attention(kind, spec).apply(parameters, x, positions, segments), x)
+        out, pull_back = jax.vjp(lambda x: attention(kind, settings).apply(parameters, x, positions, segments), x)
         picked = jnp.einsum("rs,e->rse", jax.nn.one_hot(rows, out.shape[1]), jnp.arange(1.0, HIDDEN + 1))
         return jax.vmap(pull_back)(picked[:, None])[0][:, 0]
 
@@ -66,16 +76,16 @@ def arguments(x, segments, positions):
     return x, grid(x.shape[1]) if positions is None else positions, jnp.array([segments], jnp.int32)
 
 
-def run(kind: str, x, segments=None, positions=None, spec=SMALL) -> np.ndarray:
-    out = jitted_apply(kind, spec)(random_parameters(kind, spec), *arguments(x, segments, positions))
+def run(kind: str, x, segments=None, positions=None, settings=SMALL) -> np.ndarray:
+    out = jitted_apply(kind, settings)(random_parameters(kind, settings), *arguments(x, segments, positions))
     assert np.isfinite(out).all()
     return np.asarray(out)
 
 
-def reached(kind: str, x, *rows: int, segments=None, positions=None, spec=SMALL) -> np.ndarray:
+def reached(kind: str, x, *rows: int, segments=None, positions=None, settings=SMALL) -> np.ndarray:
     """Bool [rows, S]: which tokens an output row depends on by its gradient."""
-    gradients = jitted_gradients(kind, spec)(
-        random_parameters(kind, spec), *arguments(x, segments, positions), jnp.array(rows)
+    gradients = jitted_gradients(kind, settings)(
+        random_parameters(kind, settings), *arguments(x, segments, positions), jnp.array(rows)
     )
     assert np.isfinite(gradients).all()
     return np.abs(gradients).max(-1) > 0
@@ -84,7 +94,7 @@ def reached(kind: str, x, *rows: int, segments=None, positions=None, spec=SMALL)
 @every_kind
 def test_parameters_depend_on_neither_length_nor_backend(kind):
     def shapes(backend, seq_len):
-        init = attention(kind, dataclasses.replace(SPEC, backend=backend)).init
+        init = attention(kind, dataclasses.replace(ATTENTION, backend=backend)).init
         return jax.eval_shape(init, jax.random.key(0), hidden_states(seq_len), grid(seq_len))
 
     expected = shapes("dot_product", 512)
@@ -101,8 +111,8 @@ def test_sinks_can_be_left_out():
 
 
 def test_initial_values():
-    spec = dataclasses.replace(SPEC, q_rank=64)
-    parameters = jax.jit(attention("csa", spec).init)(jax.random.key(0), hidden_states(8), grid(8))
+    settings = dataclasses.replace(ATTENTION, q_rank=64)
+    parameters = jax.jit(attention("csa", settings).init)(jax.random.key(0), hidden_states(8), grid(8))
     for module, name, leaf in hk.data_structures.traverse(parameters):
         if name in ("sinks", "position_bias"):
             assert not leaf.any(), (module, name)
@@ -122,7 +132,7 @@ def test_no_segments_means_one_document(kind):
 @every_kind
 def test_an_unfinished_window_changes_nothing(kind):
     x = hidden_states(512)
-    part, whole = run(kind, x[:, :489], spec=SPEC), run(kind, x, spec=SPEC)
+    part, whole = run(kind, x[:, :489], settings=ATTENTION), run(kind, x, settings=ATTENTION)
     np.testing.assert_allclose(part, whole[:, :489], atol=1e-5)
 
 
@@ -148,7 +158,7 @@ def test_beyond_the_window_only_entries_reach():
     tokens = reached("sliding", hidden_states(), *rows)[3]
     assert np.flatnonzero(tokens).tolist() == list(range(56, 64))
     for kind in ("hca", "csa"):
-        tokens = reached(kind, hidden_states(), *rows, spec=ALL_ENTRIES)
+        tokens = reached(kind, hidden_states(), *rows, settings=ALL_ENTRIES)
         assert np.flatnonzero(tokens[2]).tolist() == list(range(63))
         assert tokens[3].all()
 
@@ -165,9 +175,9 @@ def test_a_document_that_starts_inside_a_window_keeps_to_itself(kind):
 @every_kind
 def test_a_straddling_window_belongs_to_nobody(kind):
     segments, x = [0] * 200 + [1] * 289, hidden_states(489)
-    out = run(kind, x, segments, spec=SPEC)
+    out = run(kind, x, segments, settings=ATTENTION)
     for changed, kept in ((slice(200), slice(200, 489)), (slice(200, 489), slice(200))):
-        after = run(kind, x.at[:, changed].add(10.0), segments, spec=SPEC)
+        after = run(kind, x.at[:, changed].add(10.0), segments, settings=ATTENTION)
         np.testing.assert_array_equal(out[:, kept], after[:, kept])
 
 
@@ -190,7 +200,7 @@ def test_restarting_positions_do_not_hide_entries():
     """[0]*256 + [1]*256: row 400 sees entry 2, its only way to tokens 256..272."""
     positions = jnp.concatenate([grid(256), grid(256)], axis=1)
     segments = [0] * 256 + [1] * 256
-    [tokens] = reached("hca", hidden_states(512), 400, segments=segments, positions=positions, spec=SPEC)
+    [tokens] = reached("hca", hidden_states(512), 400, segments=segments, positions=positions, settings=ATTENTION)
     assert np.flatnonzero(tokens).tolist() == list(range(256, 401))
 
 
@@ -230,9 +240,9 @@ def test_the_loss_gives_the_indexer_no_gradient():
 
 @every_kind
 def test_heads_in_groups_are_the_same_heads(kind):
-    def gradients(spec):
+    def gradients(settings):
         def loss(parameters, x):
-            return jnp.sum(attention(kind, spec).apply(parameters, x, grid(S)) ** 2)
+            return jnp.sum(attention(kind, settings).apply(parameters, x, grid(S)) ** 2)
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(random_parameters(kind), hidden_states())
 
@@ -244,8 +254,8 @@ def test_heads_in_groups_are_the_same_heads(kind):
 
 def test_heads_in_groups_take_less_memory():
     def temp_bytes(at_once):
-        spec = dataclasses.replace(SMALL, backend="blockwise", heads=16, out_groups=8, heads_at_once=at_once)
-        layer = attention("hca", spec)
+        settings = dataclasses.replace(SMALL, backend="blockwise", heads=16, out_groups=8, heads_at_once=at_once)
+        layer = attention("hca", settings)
         arguments = jax.ShapeDtypeStruct((1, 2048, HIDDEN), jnp.float32), grid(2048)
         parameters = jax.eval_shape(layer.init, jax.random.key(0), *arguments)
         loss = jax.grad(lambda *arguments: layer.apply(*arguments).sum(), argnums=(0, 1))
@@ -273,7 +283,7 @@ def test_bfloat16_computes_low_and_keeps_parameters_high(kind):
     """With all entries selected, since a rounded score may change the choice."""
     x = hidden_states()
     layer, parameters = attention(kind, ALL_ENTRIES, "bfloat16"), random_parameters(kind, ALL_ENTRIES)
-    low, high = jax.jit(layer.apply)(parameters, x, grid(S)), run(kind, x, spec=ALL_ENTRIES)
+    low, high = jax.jit(layer.apply)(parameters, x, grid(S)), run(kind, x, settings=ALL_ENTRIES)
     assert low.dtype == jnp.bfloat16
     error = np.abs(low.astype(jnp.float32) - high)
     assert error.max() < 2**-4 * np.abs(high).max()
@@ -286,10 +296,10 @@ def test_bfloat16_computes_low_and_keeps_parameters_high(kind):
     ("inputs", "message"),
     [
         ((np.zeros((1, 4, HIDDEN + 1)), grid(4)), r"x: shape \[1, 4, 17\], must be \[B, S, 16\]"),
-        ((hidden_states(4), grid(5)), r"positions: int32 \[1, 5\], must be int32 \[1, 4\]"),
-        ((hidden_states(4), grid(4) * 1.0), r"positions: float32 \[1, 4\], must be int32 \[1, 4\]"),
-        ((hidden_states(4), grid(4), grid(4)[0]), r"segments: int32 \[4\], must be int32 \[1, 4\]"),
-        ((hidden_states(4), grid(4), grid(4) > 0), r"segments: bool \[1, 4\], must be int32 \[1, 4\]"),
+        ((hidden_states(4), grid(5)), r"documents.positions: int32 \[1, 5\], must be int32 \[1, 4\]"),
+        ((hidden_states(4), grid(4) * 1.0), r"documents.positions: float32 \[1, 4\], must be int32 \[1, 4\]"),
+        ((hidden_states(4), grid(4), grid(4)[0]), r"documents.segments: int32 \[4\], must be int32 \[1, 4\]"),
+        ((hidden_states(4), grid(4), grid(4) > 0), r"documents.segments: bool \[1, 4\], must be int32 \[1, 4\]"),
     ],
 )
 @every_kind
@@ -299,5 +309,5 @@ def test_refuses_wrong_arguments(kind, inputs, message):
 
 
 def test_refuses_an_unknown_kind():
-    with pytest.raises(ValueError, match="attention kind 'hcaa': must be one of sliding, hca, csa"):
-        attention("hcaa").init(jax.random.key(0), hidden_states(4), grid(4))
+    with pytest.raises(ValueError, match=r"model.layers=\('hcaa',\): must be .* among sliding, hca, csa"):
+        Spec.make(Settings().replace(model={"layers": ("hcaa",)}))

@@ -4,18 +4,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention.attend import Documents
 from research.attention.layer.compressor import Compressor, pool
 from research.attention.layer.rope import frequencies, rotate
-from tests.parity.cases import NORM_EPS, ROPE
+from research.attention.visibility import CompressedSparse, HeavilyCompressed
+from tests.parity.cases import ROPE
 
-HIDDEN, WIDTH = 6, 8
+HIDDEN, WIDTH, NORM_EPS = 6, 8, 1e-6
 FREQS = frequencies(ROPE, 4, compressed=True)
 
 
 def compressor(ratio: int, overlap: bool) -> hk.Transformed:
+    visibility = CompressedSparse(8, ratio, 1) if overlap else HeavilyCompressed(8, ratio)
+
     def forward(x, positions, segments):
-        module = Compressor(ratio, WIDTH, overlap=overlap, norm_eps=NORM_EPS, freqs=FREQS)
-        return module(x, positions, segments)
+        return Compressor(visibility, WIDTH, NORM_EPS, FREQS)(x, Documents(positions, segments))
 
     transformed = hk.without_apply_rng(hk.transform(forward))
     return hk.Transformed(jax.jit(transformed.init), jax.jit(transformed.apply))

@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -8,20 +7,26 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from research.attention import backends
+from research.attention.attend import Attend, Documents, Sizes, Target
 from research.attention.backends.splash import kernel as splash
 from research.attention.backends.splash import schedules
 from research.attention.backends.splash.schedules import static
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.errors import SettingError
+from research.settings.attention import Kernel
 from tests.attention.backends import strategies as lib
 from tests.attention.sizes import largest_array
 
 HCA = HeavilyCompressed(100, 128)
-BLOCKS = [field.name for field in dataclasses.fields(backends.Options) if field.name.startswith("block_")]
+BLOCKS = [field.name for field in dataclasses.fields(Kernel) if field.name.startswith("block_")]
 
 
-def resolve(options, visibility=HCA, seq_len=600, dtype="bfloat16", packed=True, target=None):
-    return backends.get("splash").resolve(visibility, seq_len, lib.HEADS, lib.WIDTH, dtype, options, packed, target)
+def op(options=Kernel(), visibility=HCA, target=None) -> Attend:
+    return lib.Strategy("splash", options).attend(visibility, target)
+
+
+def resolve(options=Kernel(), visibility=HCA, seq_len=600, dtype="bfloat16", packed=True, target=None):
+    return op(options, visibility, target).effective(lib.sizes(seq_len, dtype, packed))
 
 
 @pytest.mark.parametrize(
@@ -29,9 +34,12 @@ def resolve(options, visibility=HCA, seq_len=600, dtype="bfloat16", packed=True,
     [
         *[({name: size}, rf"{name}={size}: .*multiple of 128") for name in BLOCKS for size in (100, 64, -128)],
         *[({name: 768}, rf"{name}=768: must be at most 640, the padded length of 600 tokens") for name in BLOCKS],
-        ({"block_kv": 256, "block_kv_compute": 384}, "block_kv_compute=384: must divide block_kv=256"),
-        ({"block_kv": 384, "block_kv_compute": 256}, "block_kv_compute=256: must divide block_kv=384"),
-        ({"block_kv_dkv": 384, "block_kv_dkv_compute": 256}, "block_kv_dkv_compute=256: must divide block_kv_dkv=384"),
+        ({"block_kv": 256, "block_kv_compute": 384}, "block_kv_compute=384: must be a divisor of block_kv=256"),
+        ({"block_kv": 384, "block_kv_compute": 256}, "block_kv_compute=256: must be a divisor of block_kv=384"),
+        (
+            {"block_kv_dkv": 384, "block_kv_dkv_compute": 256},
+            "block_kv_dkv_compute=256: must be a divisor of block_kv_dkv=384",
+        ),
         ({"dq_reduction_steps": 2}, "dq_reduction_steps=2: must be 0 .* or 3"),
         ({"dq_reduction_steps": -1}, "dq_reduction_steps=-1: must be 0 .* or 3"),
         ({"heads_per_call": 4}, r"heads_per_call=4: must be 0 \(all\) or one of 1, 2"),
@@ -41,33 +49,49 @@ def resolve(options, visibility=HCA, seq_len=600, dtype="bfloat16", packed=True,
     ids=str,
 )
 def test_impossible_option_is_named(options, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        resolve(backends.Options(**options))
-    arguments, _ = lib.inputs(HCA, 600)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        backends.get("splash").attend(**arguments, visibility=HCA, options=backends.Options(**options))
+    with pytest.raises(SettingError, match=f"^config.attention.{message}"):
+        resolve(Kernel(**options))
+    with pytest.raises(SettingError, match=f"^config.attention.{message}"):
+        lib.call(op(Kernel(**options)), lib.inputs(HCA, 600)[0])
 
 
 @pytest.mark.parametrize("schedule", schedules.TABLE)
 def test_schedule_that_cannot_express_a_kind_says_which_can(schedule):
     for visibility in lib.visibilities(100, 128).values():
-        options = backends.Options(schedule=schedule)
-        if visibility.kind in schedules.TABLE[schedule].kinds:
-            assert resolve(options, visibility)["schedule"] == schedule
+        able = schedules.expressing(visibility.kind)
+        if schedule in able:
+            assert resolve(Kernel(schedule), visibility)["schedule"] == schedule
         else:
-            with pytest.raises(ValueError, match=f"^schedule='{schedule}': cannot express {visibility.kind}.*use "):
-                resolve(options, visibility)
+            allowed = f"auto or one of {', '.join(able)}, which can express {visibility.kind}"
+            with pytest.raises(SettingError, match=f"^config.attention.schedule='{schedule}': must be {allowed}$"):
+                resolve(Kernel(schedule), visibility)
+
+
+def test_schedules_that_follow_bands_serve_nothing_else():
+    class Dilated(HeavilyCompressed):
+        bands = False
+
+    able = [name for name, schedule in schedules.TABLE.items() if schedule.expresses(Dilated)]
+    assert able == ["captured", "dynamic", "static"]
 
 
 def test_seed_schedules_cannot_serve_csa():
     for schedule in ("static", "captured"):
-        with pytest.raises(ValueError, match=f"^schedule='{schedule}': cannot express csa attention; use .*dynamic"):
-            resolve(backends.Options(schedule=schedule), CompressedSparse(100, 4, 8))
+        with pytest.raises(
+            SettingError, match=f"schedule='{schedule}': must be .*dynamic, hybrid, which can express csa"
+        ):
+            resolve(Kernel(schedule), CompressedSparse(100, 4, 8))
+
+
+def test_the_setting_of_the_layers_own_schedule_is_named():
+    attend = dataclasses.replace(op(Kernel(csa_schedule="lazy")), schedule_setting="csa_schedule")
+    with pytest.raises(SettingError, match=r"^config.attention.csa_schedule='lazy': "):
+        attend.effective(lib.sizes(600))
 
 
 def test_blocks_not_given_follow_the_others():
     def blocks(**options):
-        effective = resolve(backends.Options(**options), seq_len=1000)
+        effective = resolve(Kernel(**options), seq_len=1000)
         return [effective[name] for name in BLOCKS]
 
     assert blocks() == [512, 512, 512, 512, 512, 512]
@@ -80,7 +104,7 @@ def test_blocks_not_given_follow_the_others():
 
 @pytest.mark.parametrize("seq_len", [1, 127, 128, 129, 489, 512, 513])
 def test_blocks_fit_any_length(seq_len):
-    effective = resolve(backends.DEFAULT, seq_len=seq_len)
+    effective = resolve(seq_len=seq_len)
     assert all(effective[name] % 128 == 0 for name in BLOCKS)
     assert effective["block_q"] == min(512, -(-seq_len // 128) * 128)
     assert seq_len <= effective["q_len"] < seq_len + effective["block_q"]
@@ -109,10 +133,10 @@ def written(jaxpr):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("schedule", [name for name, schedule in schedules.TABLE.items() if "hca" in schedule.kinds])
+@pytest.mark.parametrize("schedule", schedules.expressing("hca"))
 def test_effective_reduction_of_dq_is_that_of_the_program(schedule, steps, packed):
     """With six key blocks, in bfloat16: the ring buffer holds three of q's dtype, all of them are float32."""
-    options = backends.Options(schedule, block_q=128, block_kv=128, dq_reduction_steps=steps)
+    options = Kernel(schedule, block_q=128, block_kv=128, dq_reduction_steps=steps)
     effective = resolve(options, packed=packed)
     ring = steps == 3 or schedules.TABLE[schedule].ring_only or (packed and splash.SEGMENTS_NEED_RING)
     assert effective["dq_reduction_steps"] == (3 if ring else 0)
@@ -122,7 +146,7 @@ def test_effective_reduction_of_dq_is_that_of_the_program(schedule, steps, packe
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_few_partial_sums_keep_the_dtype_of_q(steps):
-    options = backends.Options("static", block_q=512, block_kv=512, dq_reduction_steps=steps)
+    options = Kernel("static", block_q=512, block_kv=512, dq_reduction_steps=steps)
     effective = resolve(options, packed=False)
     assert (effective["dq_reduction_steps"], effective["dq_partial_sums"]) == (steps, 3)
     assert effective["dq_dtype"] == "bfloat16"
@@ -132,12 +156,12 @@ def test_few_partial_sums_keep_the_dtype_of_q(steps):
 
 def test_only_a_tpu_does_not_interpret():
     for platform, interpreted in (("cpu", True), ("gpu", True), ("tpu", False)):
-        assert resolve(backends.DEFAULT, target=backends.target(platform))["interpreted"] is interpreted
+        assert resolve(target=Target(platform))["interpreted"] is interpreted
 
 
 def test_interpreted_memory_is_nan_until_written():
     arguments, _ = lib.inputs(HCA, 128)
-    program = str(jax.make_jaxpr(lambda a: backends.get("splash").attend(**a, visibility=HCA))(arguments))
+    program = str(jax.make_jaxpr(lambda a: lib.call(op(), a))(arguments))
     assert "uninitialized_memory='nan'" in program
 
 
@@ -155,7 +179,7 @@ def test_lowers_for_a_tpu(strategy, visibility, packed):
     """Two kernels, forward and backward, for all heads and sequences of the batch together."""
     segments = np.zeros((2, 1000)) if packed else None
     arguments, d_out = lib.inputs(visibility, 1000, segments, batch=2, dtype=jnp.bfloat16)
-    traced = lib.differentiated(strategy, visibility, backends.target("tpu")).trace(arguments, d_out)
+    traced = lib.differentiated(strategy, visibility, Target("tpu")).trace(arguments, d_out)
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
 
 
@@ -166,14 +190,12 @@ def forward(schedule):
     @jax.jit
     def run(arguments, prepared=None):
         traces.append(None)
-        return backends.get("splash").attend(
-            **arguments, visibility=HCA, options=backends.Options(schedule), prepared=prepared
-        )
+        return lib.call(op(Kernel(schedule)), arguments, prepared)
 
     return run, traces
 
 
-@pytest.mark.parametrize("schedule", sorted({"dynamic", schedules.resolve_name("auto", "hca")}))
+@pytest.mark.parametrize("schedule", ["closed_form", "dynamic"])
 def test_packings_share_one_program(schedule):
     run, traces = forward(schedule)
     arguments, _ = lib.inputs(HCA, 200, np.zeros((1, 200)))
@@ -189,7 +211,7 @@ def test_packings_share_one_program(schedule):
 def test_mask_made_once_for_many_layers_is_the_one_each_would_make():
     run, _ = forward("dynamic")
     arguments, _ = lib.inputs(HCA, 200, lib.documents(200)[:1])
-    mask = backends.get("splash").prepare(HCA, 200, arguments["segments"], backends.Options("dynamic"))
+    mask = op(Kernel("dynamic")).prepare(lib.placed(arguments))
     assert mask.dtype == bool
     np.testing.assert_array_equal(run(arguments, mask), run(arguments))
 
@@ -199,8 +221,7 @@ def test_mask_made_once_for_many_layers_is_the_one_each_would_make():
     [(CompressedSparse(100, 4, 8), "dynamic"), (HCA, "static"), (SlidingWindow(8), "static")],
 )
 def test_nothing_is_prepared_where_nothing_is_shared(visibility, schedule):
-    segments = jnp.zeros((1, 200), jnp.int32)
-    assert backends.get("splash").prepare(visibility, 200, segments, backends.Options(schedule)) is None
+    assert op(Kernel(schedule), visibility).prepare(Documents.whole(1, 200)) is None
 
 
 def test_static_schedule_is_evaluated_once_for_many_layers(monkeypatch):
@@ -209,12 +230,12 @@ def test_static_schedule_is_evaluated_once_for_many_layers(monkeypatch):
     monkeypatch.setattr(static.LayoutMask, "__getitem__", lambda self, index: blocks.append(0) or evaluate(self, index))
     visibility = HeavilyCompressed(77, 128)  # no other test's
     arguments, _ = lib.inputs(visibility, 256)
-    options = backends.Options("static", block_q=128, block_kv=128)
+    options = Kernel("static", block_q=128, block_kv=128)
 
     def layers(count):
         def run(arguments):
             for _ in range(count):
-                out = backends.get("splash").attend(**arguments, visibility=visibility, options=options)
+                out = lib.call(op(options, visibility), arguments)
                 arguments = {**arguments, "q": out}
             return out
 
@@ -228,43 +249,41 @@ def test_static_schedule_is_evaluated_once_for_many_layers(monkeypatch):
 
 @pytest.mark.parametrize(("schedule", "has_it"), [("dynamic", True), ("hybrid", False)])
 def test_only_dynamic_makes_an_array_of_queries_and_keys(schedule, has_it):
-    visibility, options = CompressedSparse(100, 4, 24), backends.Options(schedule, block_q=128, block_kv=128)
+    visibility, options = CompressedSparse(100, 4, 24), Kernel(schedule, block_q=128, block_kv=128)
     arguments, _ = lib.inputs(visibility, 1024)
 
     def gradients(q):
-        return jax.grad(lambda q: backends.get("splash").attend(**{**arguments, "q": q}, **settings).sum())(q)
+        return jax.grad(lambda q: lib.call(op(options, visibility), {**arguments, "q": q}).sum())(q)
 
-    settings = {"visibility": visibility, "options": options}
     assert (largest_array(gradients, arguments["q"]) >= 1024 * (1024 + 256)) == has_it
 
 
 @pytest.mark.parametrize(("heads", "per_call", "allowed"), [(3, 2, "1, 3"), (6, 4, "1, 2, 3, 6"), (2, 3, "1, 2")])
 def test_heads_per_call_divides_the_heads_it_serves(heads, per_call, allowed):
     """Where it does not, the last heads' part of the keys' gradient would be counted twice."""
-    options = backends.Options(heads_per_call=per_call)
-    message = rf"^heads_per_call={per_call}: must be 0 \(all\) or one of {allowed}$"
-    with pytest.raises(ValueError, match=message):
-        backends.get("splash").resolve(HCA, 256, heads, lib.WIDTH, "float32", options)
-    q, local = jnp.zeros((1, 256, heads, lib.WIDTH)), jnp.zeros((1, 256, lib.WIDTH))
-    with pytest.raises(ValueError, match=message):
-        backends.get("splash").attend(q, local, jnp.zeros((1, 2, lib.WIDTH)), visibility=HCA, options=options)
+    options = Kernel(heads_per_call=per_call)
+    message = rf"heads_per_call={per_call}: must be 0 \(all\) or one of {allowed}, the divisors of the {heads} heads"
+    with pytest.raises(SettingError, match=message):
+        op(options).effective(Sizes(256, heads, lib.WIDTH, "float32"))
+    arguments, _ = lib.inputs(HCA, 256, sinks=False)
+    with pytest.raises(SettingError, match=message):
+        lib.call(op(options), {**arguments, "q": jnp.zeros((1, 256, heads, lib.WIDTH))})
 
 
 @pytest.mark.parametrize(("asked", "used"), [(0, 6), (6, 6), (2, 2)])
 def test_heads_per_call_is_recorded_as_what_it_became(asked, used):
-    options = backends.Options(heads_per_call=asked)
-    settings = backends.get("splash").resolve(HCA, 256, 6, lib.WIDTH, "float32", options)
+    options = Kernel(heads_per_call=asked)
+    settings = op(options).effective(Sizes(256, 6, lib.WIDTH, "float32"))
     assert settings["heads_per_call"] == used
 
 
 @pytest.mark.parametrize("order", [("cpu", "tpu", "cpu"), ("tpu", "cpu", "tpu")], ids=" ".join)
 def test_each_platform_gets_its_own_program_whatever_was_traced_before(order):
     """One jitted function, whose cache knows the target, for it is an argument."""
-    run = jax.jit(functools.partial(backends.get("splash").attend, visibility=HCA), static_argnames="target")
+    run = jax.jit(lambda arguments, target: lib.call(op(target=target), arguments), static_argnames="target")
     arguments, _ = lib.inputs(HCA, 200)
-    arguments = {name: x for name, x in arguments.items() if x is not None}
     for platform in order:
-        program = str(run.trace(**arguments, target=backends.target(platform)).jaxpr)
+        program = str(run.trace(arguments, target=Target(platform)).jaxpr)
         assert ("InterpretParams" in program) == (platform == "cpu")
         if platform == "cpu":  # of the other there is no device, and the cache must not have it either
-            assert np.isfinite(run(**arguments, target=backends.target(platform))).all()
+            assert np.isfinite(run(arguments, target=Target(platform))).all()
