@@ -14,7 +14,7 @@ from typing import NamedTuple
 import ml_collections
 
 from research.config import base_config
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ARGS = ("", "quick")
 HEADLINE = ("compile_seconds", "temp_bytes")
@@ -62,22 +62,24 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """One attention under each schedule at each length, then what is to be beaten, then layers."""
+    """HCA's cross, each part of it where a claim is about it; then what is to be beaten, then layers."""
     experiment.check_arg(arg, ARGS)
     quick = arg == "quick"
     lengths = (2048, 4096) if quick else (4096, 8192, 16384, 32768, 65536, 131072)
-    long = lengths[-2:]
+    long, middle = lengths[-2:], lengths[-4 if not quick else 0]
 
     def hca(seq_len: int, schedule: str, **others) -> experiment.Overrides:
         strategy = {"attention.schedule": schedule, "attention.dq_reduction_steps": 3}
-        return _point("hca", seq_len, **{**strategy, **others})
+        return _point("hca", seq_len, **strategy, **others)
 
-    points = [hca(s, name) for s in lengths for name in ("closed_form", "computed", "static", "dynamic")]
-    points += [hca(lengths[-4 if not quick else 0], name, **{"attention.dq_reduction_steps": 0}) for name in _FREE]
-    points += [hca(s, "closed_form", **_blocks(size)) for s in lengths[-2:] for size in (256, 1024)]
+    def crossed(lengths: tuple[int, ...], *names: str, blocks: tuple[int, ...] = (0,), steps: int = 3):
+        return cross.points(get_config(arg), [_point("hca", s) for s in lengths], blocks, names, (steps,))
+
+    points = crossed(lengths, "closed_form", "computed", "static", "dynamic")
+    points += crossed((middle,), *_FREE, steps=0) + crossed(long, "closed_form", blocks=(256, 1024))
     points += [hca(s, "closed_form", **{"attention.heads_per_call": n}) for s in long for n in (GROUP, 1)]
     points += [_point("csa", s, **{"attention.csa_schedule": name}) for s in lengths for name in ("dynamic", "hybrid")]
-    points += [_point("sliding", lengths[-4 if not quick else 0], **{"attention.backend": b}) for b in _BACKENDS]
+    points += [_point("sliding", middle, **{"attention.backend": b}) for b in _BACKENDS]
     if quick:
         return [*points, hca(lengths[0], "captured")]
     points += [hca(262144, "closed_form", **{"attention.heads_per_call": n}) for n in (GROUP, 1)]
@@ -208,10 +210,6 @@ def _point(kind: str, seq_len: int, **others) -> experiment.Overrides:
     if others.get("attention.backend") == "dot_product":
         others["attention.dq_reduction_steps"] = 0
     return {"model.layers": (kind,), "data.seq_len": seq_len, **others}
-
-
-def _blocks(size: int) -> experiment.Overrides:
-    return {"attention.block_q": size, "attention.block_kv": size}
 
 
 class _Key(NamedTuple):

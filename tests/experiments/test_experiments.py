@@ -10,7 +10,7 @@ from ml_collections import config_flags
 from analysis import plot
 from research import config as config_lib
 from research import fields
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py") if path.name != "__init__.py")
@@ -58,6 +58,7 @@ def test_points_arrive_through_the_command_line_unchanged(name, arg):
 
 @pytest.mark.parametrize(("name", "arg"), CASES)
 def test_sweep_varies_strategy_block_size_and_dq_reduction(name, arg):
+    assert MODULES[name].cross is cross  # written there, once
     points = [point.overrides for point in experiment.points(f"{ROOT}/experiments/{name}.py:{arg}")]
 
     def values(field):
