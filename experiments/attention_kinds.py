@@ -18,7 +18,7 @@ import ml_collections
 
 from experiments import mask_strategies
 from research.settings.config import base_config
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ARGS = ("", "runlocal")
 HEADLINE = ("val_bits_per_byte", "step_seconds", "temp_bytes")
@@ -53,12 +53,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """The patterns under the default backend, then the mask strategies, briefly."""
+    """The patterns under the default backend; then the cross, briefly."""
     experiment.check_arg(arg, ARGS)
-    local = arg == "runlocal"
-    sizes, seq_len = (128, 256) if local else (512, 1024), get_config(arg).data.seq_len
-    points = [{"model.layers": layers} for layers in _PATTERNS]
-    for layers in _PATTERNS[-1:] if local else _PATTERNS:
-        for strategy in mask_strategies.strategies(layers, ("static", "dynamic", "hybrid"), sizes, seq_len):
-            points.append({"model.layers": layers, "train.steps": 6, **strategy})
-    return points
+    patterns = [{"model.layers": layers} for layers in _PATTERNS]
+    crossed, sizes = (patterns[-1:], (128, 256)) if arg == "runlocal" else (patterns, (512, 1024))
+    brief = [pattern | {"train.steps": 6} for pattern in crossed]
+    return patterns + cross.points(get_config(arg), brief, sizes, ("static", "dynamic", "hybrid"), unscheduled=True)

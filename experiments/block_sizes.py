@@ -12,10 +12,8 @@ import itertools
 
 import ml_collections
 
-from experiments import mask_strategies
-from research.attention.backends.splash import schedules
 from research.settings.config import base_config
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("seconds", "temp_bytes", "compile_seconds")
@@ -39,15 +37,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """Schedules x dq_reduction_steps as in `mask_strategies`, x block_q x block_kv x dtype."""
+    """The question is the cross itself, with queries' and keys' blocks apart, under both dtypes."""
     experiment.check_arg(arg, ARGS)
-    demo = arg == "demo"
-    names = ("static", "dynamic") if demo else tuple(schedules.TABLE)
-    sizes = (128, 256) if demo else (256, 512, 1024)
-    points = []
-    for strategy in mask_strategies.strategies(("hca",), names, sizes[:1], get_config(arg).data.seq_len):
-        if strategy["attention.backend"] == "splash":
-            for block_q, block_kv, dtype in itertools.product(sizes, sizes, ("float32", "bfloat16")):
-                blocks = {"attention.block_q": block_q, "attention.block_kv": block_kv, "model.dtype": dtype}
-                points.append(strategy | blocks)
-    return points
+    names, sizes = (("static", "dynamic"), (128, 256)) if arg == "demo" else (None, (256, 512, 1024))
+    pairs = itertools.product(sizes, sizes)
+    crossed = cross.points(get_config(arg), [{}], pairs, names, fewest_blocks=1)
+    return [point | {"model.dtype": dtype} for point in crossed for dtype in ("float32", "bfloat16")]

@@ -10,11 +10,9 @@ import math
 
 import ml_collections
 
-from experiments import mask_strategies
 from research.attention.backends import blockwise
-from research.attention.backends.splash import schedules
 from research.settings.config import base_config
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ARGS = ("", "quick")
 HEADLINE = ("seconds", "temp_bytes")
@@ -33,7 +31,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """Both backends for each kind, and for CSA both schedules; HCA's growth and blocks; interpreted splash, small."""
+    """Both backends for each kind, and for CSA both schedules; HCA's growth and blocks; then the cross, small."""
     experiment.check_arg(arg, ARGS)
     lengths = (1024, 2048, 4096) if arg == "quick" else (8192, 16384, 32768, 65536, 131072)
     points = [
@@ -54,11 +52,7 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     hca = {"model.layers": ("hca",), "attention.backend": "blockwise"}
     points += [hca | {"data.seq_len": seq_len} for seq_len in lengths[1:]]
     points += [hca | {"data.seq_len": lengths[0], "attention.block_q": size} for size in (16, 64, 128)]
-    splash = mask_strategies.strategies(("hca",), tuple(schedules.TABLE), (128, 256), 512)
-    points += [
-        {"model.layers": ("hca",), "data.seq_len": 512, **point} for point in splash if "splash" in point.values()
-    ]
-    return points
+    return points + cross.points(get_config(arg), [{"model.layers": ("hca",), "data.seq_len": 512}], (128, 256))
 
 
 def report(rows: list[dict]) -> list[str]:

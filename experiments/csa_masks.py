@@ -12,7 +12,7 @@ import ml_collections
 
 from experiments import seed_claims
 from research.attention.backends import blockwise
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("seconds", "temp_bytes", "compile_seconds")
@@ -35,15 +35,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """Schedule x block size x dq_reduction_steps x top_k, then `blockwise`; the dense stage's schedules beside them."""
+    """The question is the cross itself, x top_k; then `blockwise`, and the dense stage's schedules beside them."""
     experiment.check_arg(arg, ARGS)
     sizes, choices = ((128, 256), (16, 64)) if arg == "demo" else ((256, 512, 1024), (512, 2048))
-    points = [
-        _splash(size, steps) | {"attention.csa_schedule": name, "attention.top_k": top_k}
-        for top_k in choices
-        for size in sizes
-        for name, steps in (("dynamic", 0), ("hybrid", 0), ("hybrid", 3))
-    ]
+    config, chosen = get_config(arg), [{"attention.top_k": top_k} for top_k in choices]
+    points = cross.points(config, chosen, sizes, fewest_blocks=1)
     points += [
         {
             "attention.backend": "blockwise",
@@ -56,7 +52,7 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     ]
     # All entries attended, as in the dense stage, whose mask is known beforehand.
     dense = {"model.layers": ("hca",), "attention.hca_ratio": 4}
-    return points + [dense | _splash(sizes[0], 0) | {"attention.schedule": name} for name in ("static", "dynamic")]
+    return points + cross.points(config, [dense], sizes[:1], ("static", "dynamic"), steps=(0,))
 
 
 def report(rows: list[experiment.Row]) -> list[str]:
@@ -78,7 +74,3 @@ def report(rows: list[experiment.Row]) -> list[str]:
 
 
 report_aot = report
-
-
-def _splash(size: int, steps: int) -> experiment.Overrides:
-    return {"attention.block_q": size, "attention.block_kv": size, "attention.dq_reduction_steps": steps}

@@ -10,9 +10,8 @@ block sizes and every schedule that leaves the choice. A runtime mask leaves non
 
 import ml_collections
 
-from research.attention.backends.splash import schedules
 from research.settings.config import base_config
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("seconds", "temp_bytes")
@@ -35,23 +34,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """dq_reduction_steps x key steps x dtype x schedule x block size."""
+    """The question is the cross itself, with few key steps and many, under both dtypes."""
     experiment.check_arg(arg, ARGS)
     demo = arg == "demo"
     sizes, lengths = ((128, 256), (256, 768)) if demo else ((512, 1024), (1024, 16384))
-    names = ("static", "dynamic") if demo else tuple(schedules.expressing("hca"))
-    return [
-        {
-            "data.seq_len": seq_len,
-            "model.dtype": dtype,
-            "attention.schedule": name,
-            "attention.block_q": size,
-            "attention.block_kv": size,
-            "attention.dq_reduction_steps": steps,
-        }
-        for seq_len in lengths
-        for dtype in ("float32", "bfloat16")
-        for name in names
-        for size in sizes
-        for steps in ((0,) if schedules.TABLE[name].ring_only else (0, 3))
-    ]
+    names = ("static", "dynamic") if demo else None
+    cases = [{"data.seq_len": s, "model.dtype": dtype} for s in lengths for dtype in ("float32", "bfloat16")]
+    return cross.points(get_config(arg), cases, sizes, names, fewest_blocks=1)

@@ -23,9 +23,9 @@ import ml_collections
 
 from analysis import stages
 from research.attention.spec import STAGES
-from research.settings.config import base_config
 from research.runs.folder import read_rows
-from research.sweeps import experiment
+from research.settings.config import base_config
+from research.sweeps import cross, experiment
 from research.training.run import FINISHED
 
 ARGS = ("", "quick")
@@ -54,28 +54,15 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides | experiment.Point]:
-    """The stages, one after the other, then the mask strategies that the dense one can have."""
+    """The stages, one after the other; then the cross that the dense one can have, briefly."""
     experiment.check_arg(arg, ARGS)
     points, before = [], ""
     for stage in STAGES:
         start = {"train.start_from": before} if before else {}
         points.append(experiment.Point({"attention.csa_stage": stage} | start, after=before or ()))
         before = points[-1].label
-    strategies = (("static", 128, 0), ("static", 128, 3), ("static", 256, 0), ("dynamic", 128, 0), ("dynamic", 256, 0))
-    return points + [
-        {
-            "attention.csa_stage": "dense",
-            "train.steps": 4,
-            "train.eval_batches": 1,
-            "attention.backend": "splash",
-            "attention.schedule": schedule,
-            "attention.csa_schedule": schedule,
-            "attention.block_q": size,
-            "attention.block_kv": size,
-            "attention.dq_reduction_steps": steps,
-        }
-        for schedule, size, steps in strategies
-    ]
+    brief = {"attention.csa_stage": "dense", "train.steps": 4, "train.eval_batches": 1}
+    return points + cross.points(get_config(arg), [brief], (128, 256), ("static", "dynamic"))
 
 
 def check(rows: list[experiment.Row]) -> list[str]:

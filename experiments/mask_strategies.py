@@ -17,11 +17,10 @@ import pathlib
 
 import ml_collections
 
-from research.attention.backends.splash import schedules
-from research.settings.config import base_config
 from research.runs import files
 from research.runs.folder import CONFIG, read_rows
-from research.sweeps import experiment
+from research.settings.config import base_config
+from research.sweeps import cross, experiment
 
 ARGS = ("", "demo")
 HEADLINE = ("step_seconds", "compile_seconds", "temp_bytes")
@@ -68,49 +67,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """Every strategy for every kind of layer."""
+    """The question is the cross itself, for every kind of layer, dense and blockwise attention before it."""
     experiment.check_arg(arg, ARGS)
     demo = arg == "demo"
-    names = ("closed_form", "static", "dynamic", "hybrid") if demo else tuple(schedules.TABLE)
-    sizes = (128, 256) if demo else (512, 1024)
-    seq_len = get_config(arg).data.seq_len
-    return [
-        {"model.layers": (kind,), **strategy}
-        for kind in _KINDS
-        for strategy in strategies((kind,), names, sizes, seq_len)
-    ]
-
-
-def strategies(
-    layers: tuple[str, ...], names: tuple[str, ...], sizes: tuple[int, ...], seq_len: int
-) -> list[experiment.Overrides]:
-    """Dense, blockwise, then splash: schedule x block size x dq_reduction_steps, as far as they differ.
-
-    Args:
-      layers: the pattern of attention kinds; CSA layers beside others keep their default schedule.
-      names: schedules to try; those that cannot express the layers are left out.
-      sizes: block sizes, of queries and keys alike.
-      seq_len: S.
-    """
-    others = set(layers) - {"csa"}
-    field = "attention.schedule" if others else "attention.csa_schedule"
-    fitting = [name for name in names if (others or {"csa"}) <= set(schedules.TABLE[name].kinds)]
-    points = [{"attention.backend": "dot_product"}, {"attention.backend": "blockwise"}]
-    for schedule in fitting:
-        for size in sizes:
-            # A ring buffer of three key blocks is no choice where the schedule has nothing else, or so few blocks.
-            choice = not schedules.TABLE[schedule].ring_only and seq_len // size > 3
-            for steps in (0, 3) if choice else (0,):
-                points.append(
-                    {
-                        "attention.backend": "splash",
-                        field: schedule,
-                        "attention.block_q": size,
-                        "attention.block_kv": size,
-                        "attention.dq_reduction_steps": steps,
-                    }
-                )
-    return points
+    names, sizes = (("closed_form", "static", "dynamic", "hybrid"), (128, 256)) if demo else (None, (512, 1024))
+    kinds = [{"model.layers": (kind,)} for kind in _KINDS]
+    return cross.points(get_config(arg), kinds, sizes, names, unscheduled=True)
 
 
 def check(rows: list[experiment.Row]) -> list[str]:

@@ -23,12 +23,11 @@ import pathlib
 import ml_collections
 
 from analysis.recall import trained
-from experiments import mask_strategies
-from research.settings.config import base_config
 from research.data.recall import CHANCE
 from research.runs import files
 from research.runs.folder import CONFIG
-from research.sweeps import experiment
+from research.settings.config import base_config
+from research.sweeps import cross, experiment
 from research.training import accuracy
 
 ARGS = ("", "runlocal")
@@ -84,7 +83,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """Every pattern on both tasks, full attention among them, under the default backend; then mask strategies."""
+    """Every pattern on both tasks, full attention among them, under the default backend; then the cross, briefly."""
     experiment.check_arg(arg, ARGS)
     local = arg == "runlocal"
     seq_len = get_config(arg).data.seq_len
@@ -92,10 +91,9 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     every_entry = {"model.layers": ("csa", "csa"), "attention.top_k": seq_len // 4}
     patterns = [*({"model.layers": layers} for layers in _PATTERNS), full, every_entry]
     recall = _RECALL | ({"optimizer.learning_rate": 3e-3, "train.steps": 1000} if local else {})
-    brief = _BRIEF | {"data.seq_len": 512 if local else seq_len}
-    sizes = (128, 256) if local else (256, 512)
-    strategies = mask_strategies.strategies(brief["model.layers"], ("static", "dynamic"), sizes, brief["data.seq_len"])
-    return [*patterns, *(recall | pattern for pattern in patterns), *(brief | strategy for strategy in strategies)]
+    question = [*patterns, *(recall | pattern for pattern in patterns)]
+    brief, sizes = _BRIEF | {"data.seq_len": 512 if local else seq_len}, (128, 256) if local else (256, 512)
+    return question + cross.points(get_config(arg), [brief], sizes, ("static", "dynamic"), unscheduled=True)
 
 
 def check(rows: list[experiment.Row]) -> list[str]:

@@ -11,7 +11,7 @@ ratios. `:quick` stops at 4,096 tokens.
 import ml_collections
 
 from research.settings.config import base_config
-from research.sweeps import experiment
+from research.sweeps import cross, experiment
 
 ARGS = ("", "quick")
 HEADLINE = ("compile_seconds", "temp_bytes")
@@ -29,25 +29,18 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """Lengths x blocks x schedules, and both ways to reduce dq where the schedule leaves a choice."""
+    """Both schedules at each length, the closed form at a longer one; then the cross, where it is short."""
     experiment.check_arg(arg, ARGS)
     quick = arg == "quick"
     lengths, blocks = ((2048, 4096), (128, 256)) if quick else ((16384, 65536, 131072), (512, 1024))
     longest = 8192 if quick else 1_048_576
 
-    def point(seq_len: int, block: int, schedule: str, steps: int = 3) -> experiment.Overrides:
-        return {
-            "data.seq_len": seq_len,
-            "attention.block_q": block,
-            "attention.block_kv": block,
-            "attention.schedule": schedule,
-            "attention.dq_reduction_steps": steps,
-        }
+    def at(lengths: tuple[int, ...], *names: str, steps: int) -> list[experiment.Overrides]:
+        cases = [{"data.seq_len": seq_len} for seq_len in lengths]
+        return cross.points(get_config(arg), cases, blocks, names, (steps,))
 
-    points = [point(s, b, name) for s in lengths for b in blocks for name in ("closed_form", "static")]
-    points += [point(lengths[0], b, "closed_form", 0) for b in blocks]
-    points += [point(lengths[0], b, "dynamic", 0) for b in blocks]
-    return points + [point(longest, b, "closed_form") for b in blocks]
+    question = at(lengths, "closed_form", "static", steps=3) + at((longest,), "closed_form", steps=3)
+    return question + at(lengths[:1], "closed_form", "dynamic", steps=0)
 
 
 def report_masks(rows: list[dict]) -> list[str]:

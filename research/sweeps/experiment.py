@@ -4,8 +4,9 @@ An experiment is a Python file that asks one question. It defines
 
     ARGS               what may follow the colon in `--config=experiments/x.py:arg`
     get_config(arg)    the config
-    sweep(arg)         the points, each a dict of overrides by dotted name: {"attention.block_q": 256}, or a `Point`
-                       of such a dict and of the labels of the points that must have finished before it
+    sweep(arg)         the points, what the question varies and then `cross.points`, each a dict of overrides by
+                       dotted name: {"attention.block_q": 256}, or a `Point` of such a dict and of the labels of the
+                       points that must have finished before it
     HEADLINE           the numbers of `summary.json` that answer the question
     check(rows)        optional: reports on a finished sweep, and raises CheckError if it must not be trusted
     report(rows)       optional: lines that answer the question from the rows of `launch/bench.py`

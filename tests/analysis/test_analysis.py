@@ -61,7 +61,31 @@ def test_plot_is_drawn_with_a_place_for_points_that_failed(rows, tmp_path, monke
 
     monkeypatch.setattr(axes, "text", keep)
     plot.draw(rows, ("step_seconds", "temp_bytes"), "a sweep", tmp_path / "plot.png")
-    assert sorted(texts) == ["  0.125", "  0.125", "  5", "  5", "  out of memory", "  out of memory"]
+    bars = ["  0.125", "  0.125", "  5", "  5", "  out of memory", "  out of memory"]
+    assert sorted(texts) == [*bars, "2 curves, at most 0 nats apart"]
     image = matplotlib.image.imread(tmp_path / "plot.png")
     assert image.shape[0] > 300
     assert image.std() > 0.05
+
+
+def test_points_of_one_strategy_share_a_colour_in_all_panels(rows, tmp_path, monkeypatch):
+    colours = {}
+    axes = plot.matplotlib.axes.Axes
+    draw_bars = axes.barh
+
+    def keep(self, places, values, color):
+        colours["bars"] = color
+        return draw_bars(self, places, values, color=color)
+
+    monkeypatch.setattr(axes, "barh", keep)
+    for row, schedule, size in zip(rows, ("static", "dynamic", "static"), (128, 128, 256), strict=True):
+        row["overrides"] |= {"attention.backend": "splash", "attention.schedule": schedule, "attention.block_q": size}
+    plot.draw(rows, ("step_seconds",), "a sweep", tmp_path / "plot.png")
+    static, other_size, dynamic = colours["bars"]  # the two of HCA, then the one of CSA and HCA
+    assert static == other_size != dynamic
+
+
+def test_agreement_is_told_where_it_cannot_be_seen():
+    first, second = {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.5, 3: 1.0}
+    assert plot._agreement([first, {1: 3.0, 2: 1.001}]) == "2 curves, at most 0.001 nats apart"
+    assert plot._agreement([first, second]) == plot._agreement([first]) == plot._agreement([first, {5: 1.0}]) == ""

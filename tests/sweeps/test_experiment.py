@@ -2,9 +2,9 @@ import re
 
 import pytest
 
+from research.errors import ConfigError
 from research.settings import fields
 from research.settings.config import base_config
-from research.errors import ConfigError
 from research.sweeps import experiment
 from tests import tiny
 
