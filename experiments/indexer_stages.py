@@ -22,7 +22,7 @@ import pathlib
 import ml_collections
 
 from analysis import stages
-from research.attention.spec import STAGES
+from research.settings.attention import STAGES
 from research.runs.folder import read_rows
 from research.settings.config import base_config
 from research.sweeps import cross, experiment

@@ -26,7 +26,7 @@ from research.measure import masks
 from research.model import spec as model_spec
 from research.sweeps import experiment
 
-_VISIBILITY = absl_flags.DEFINE_enum("visibility", "hca", spec.KINDS, "kind of attention; without --config")
+_VISIBILITY = absl_flags.DEFINE_enum("visibility", "hca", list(KINDS), "kind of attention; without --config")
 _SCHEDULE = absl_flags.DEFINE_string("schedule", "auto", "name of a schedule; without --config")
 _SEQ_LEN = absl_flags.DEFINE_integer("seq_len", 65536, "tokens; without --config", lower_bound=1)
 _BLOCK = absl_flags.DEFINE_integer("block", 512, "queries and keys per block; without --config", lower_bound=1)

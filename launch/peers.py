@@ -13,7 +13,7 @@ import rich.table
 from absl import app, flags
 
 from research import errors
-from research.attention.spec import KINDS
+from research.attention.visibility import KINDS
 from research.validation import check_precision
 from research.errors import ConfigError
 from research.measure import peers
