@@ -3,15 +3,15 @@ import json
 import numpy as np
 import pytest
 
-from research import config as config_lib
 from research import data
+from research.settings.config import base_config, read
 
 
 @pytest.fixture
 def config(tmp_path):
     for i in range(12):
         (tmp_path / f"{i}.txt").write_bytes(f"text number {i}\n".encode() * (30 * i + 1))
-    config = config_lib.base_config()
+    config = base_config()
     config.data.path = str(tmp_path)
     config.data.validation_fraction = 0.4
     config.data.seq_len = 64
@@ -26,7 +26,7 @@ def assert_same_batches(left, right):
 
 
 def test_validation_is_one_epoch_of_the_held_out_documents(config):
-    built = data.build(config, 1)
+    built = data.build(read(config), 1)
     batches = list(built.validation_batches())
     assert {batch["inputs"].shape for batch in batches} == {(4, 64)}
     targets = np.concatenate([batch["targets"][batch["segments"] >= 0] for batch in batches])
@@ -38,16 +38,16 @@ def test_validation_is_one_epoch_of_the_held_out_documents(config):
 
 
 def test_the_seed_reorders_training_and_leaves_validation(config):
-    first = data.build(config, 1)
+    first = data.build(read(config), 1)
     config.seed = 1
-    second = data.build(config, 1)
+    second = data.build(read(config), 1)
     assert_same_batches(first.validation_batches(), second.validation_batches())
     assert first.digest == second.digest
     assert (next(first.train_iterator())["inputs"] != next(second.train_iterator())["inputs"]).any()
 
 
 def test_training_never_shows_a_held_out_document(config):
-    built = data.build(config, 1)
+    built = data.build(read(config), 1)
     training = {document.text[:64].tobytes() for document in built.corpus.training}
     iterator = built.train_iterator()
     starts = set()
@@ -62,28 +62,28 @@ def test_training_never_shows_a_held_out_document(config):
 def test_the_config_reaches_the_packing(config):
     config.data.chunk_len = 16
     config.data.batch_size = 3
-    built = data.build(config, 8)
+    built = data.build(read(config), 8)
     assert built.packing == data.PackingSpec(seq_len=64, batch_size=3, chunk_len=16, alignment=8)
-    assert built.packing == data.packing_spec(config, 8)
+    assert built.packing == data.packing_spec(read(config), 8)
     assert next(built.train_iterator())["positions"].max() == 15
 
 
 def test_the_record_says_what_was_read(config, tmp_path):
-    record = json.loads(json.dumps(data.build(config, 1).describe()))
+    record = json.loads(json.dumps(data.build(read(config), 1).describe()))
     files = list(tmp_path.iterdir())
     assert record["source"] == config.data.path
     assert record["training_documents"] + record["validation_documents"] == len(files)
     assert record["training_bytes"] + record["validation_bytes"] == sum(file.stat().st_size for file in files)
-    assert record["digest"] == data.build(config, 1).digest
+    assert record["digest"] == data.build(read(config), 1).digest
     assert record["duplicate_documents"] == record["binary_files_left_out"] == 0
     (tmp_path / "copy.txt").write_bytes(files[0].read_bytes())
     (tmp_path / "picture.txt").write_bytes(b"\0")
-    record = data.build(config, 1).describe()
+    record = data.build(read(config), 1).describe()
     assert record["duplicate_documents"] == record["binary_files_left_out"] == 1
 
 
 def test_the_standard_library_by_default():
-    built = data.build(config_lib.base_config(), 128)
+    built = data.build(read(base_config()), 128)
     batches = list(built.validation_batches())
     segments = np.concatenate([batch["segments"] for batch in batches])
     assert built.describe()["validation_bytes"] == (segments >= 0).sum()

@@ -3,11 +3,13 @@ import json
 import numpy as np
 import pytest
 
-from research import config as config_lib
-from research import data, fields
+from research import data
 from research.data.packing import NO_TARGET
 from research.data.recall import Recall, ranges
 from research.errors import ConfigError
+from research.settings import fields
+from research.settings.config import base_config, read
+from research.validation import validate
 
 
 def make(task="recall", seq_len=64, pairs=6, seed=0):
@@ -115,9 +117,9 @@ def test_iterator_goes_on_where_it_was():
 
 
 def test_is_built_from_a_config():
-    config = config_lib.base_config()
+    config = base_config()
     fields.override(config, {"data.task": "recall", "data.pairs": 3, "data.seq_len": 40, "seed": 9})
-    assert data.build(config, 1) == Recall("recall", 40, 4, 3, 9)
+    assert data.build(read(config), 1) == Recall("recall", 40, 4, 3, 9)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_is_built_from_a_config():
     ],
 )
 def test_settings_that_mean_nothing_are_refused(overrides, message):
-    config = config_lib.base_config()
+    config = base_config()
     fields.override(config, overrides)
     with pytest.raises(ConfigError, match=message):
-        config_lib.validate(config, "cpu")
+        validate(read(config), "cpu")

@@ -18,8 +18,8 @@ from wandb import wandb_agent
 from wandb.sdk.launch.sweeps import utils as sweep_utils
 
 from launch import flags
-from research.settings import fields
 from research.errors import ConfigError
+from research.settings import fields
 from research.sweeps import agents, experiment, sweep
 from tests import tiny
 from tests.experiments.test_experiments import CASES, MODULES, platform

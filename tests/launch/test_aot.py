@@ -10,10 +10,10 @@ import rich.console
 from launch import aot as launcher
 from launch import flags
 from research import exits
-from research.settings.config import base_config
 from research.errors import ConfigError
 from research.measure import aot
 from research.runs import files
+from research.settings.config import base_config
 
 
 @pytest.fixture

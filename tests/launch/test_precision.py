@@ -8,8 +8,9 @@ import sys
 import jax
 import pytest
 
-from research.config import check_precision, validate
 from research.errors import ConfigError
+from research.settings.config import read
+from research.validation import check_precision, validate
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,6 +59,6 @@ def test_the_mode_set_by_hand_is_refused_too():
     jax.config.update("jax_enable_x64", True)
     try:
         with pytest.raises(ConfigError, match=r"^JAX_ENABLE_X64=1: must be 0"):
-            validate(tiny.get_config())
+            validate(read(tiny.get_config()))
     finally:
         jax.config.update("jax_enable_x64", False)

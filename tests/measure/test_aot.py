@@ -10,9 +10,9 @@ import pytest
 from research import fields, hardware
 from research.attention import backends
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
-from research.settings.config import base_config
 from research.errors import ConfigError
 from research.measure import aot, op, roofline, search
+from research.settings.config import base_config
 from tests.oracles import visible
 
 needs_libtpu = pytest.mark.skipif(

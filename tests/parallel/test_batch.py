@@ -15,6 +15,7 @@ import pytest
 from research.errors import ConfigError
 from research.parallel import batch
 from research.runs.folder import read_rows, read_starts
+from research.settings.config import read
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -117,4 +118,4 @@ def test_processes_must_know_their_folder():
     config = tiny.get_config()
     config.distributed.coordinator = "auto"
     with pytest.raises(ConfigError, match=r"config.run.id='': must be given with distributed.coordinator"):
-        batch.join(config)
+        batch.join(read(config))

@@ -9,10 +9,11 @@ import functools
 import haiku as hk
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
+from research.attention.spec import Spec
 from research.metrics import Mean
-from research.settings.config import base_config
+from research.settings.config import base_config, read
 from research.data.packing import NO_TARGET
-from research.model import language_model, spec as model_spec
+from research.model import language_model
 from research.parallel import batch as parallel
 from research.training import optimizer, step
 
@@ -21,9 +22,9 @@ config = base_config()
 config.model.update(layers=("csa",), hidden=32, ffn_width=32)
 config.attention.update(backend="dot_product", window=8, heads=2, head_width=16, rope_width=8, q_rank=16, out_rank=8)
 config.attention.update(top_k=4, index_heads=2, index_head_width=8, indexer_loss_weight=0.7)
-spec = model_spec.from_config(config)
+spec = Spec.make(read(config))
 model = language_model.build(spec)
-shapes = jax.eval_shape(lambda: step.init(spec, optimizer.build(config), 0)).params
+shapes = jax.eval_shape(lambda: step.init(spec, optimizer.build(Spec.make(read(config))), 0)).params
 rng = np.random.default_rng(0)
 params = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape) * 0.3, p.dtype), shapes)
 
@@ -58,7 +59,7 @@ def make_batch(targets, padded=(), cuts=(), longest=S):
 @functools.cache
 def update(devices):
     spread = mesh(devices) if devices > 1 else None
-    return jax.jit(step.make_update(model, Recorded, spec.attention, spread))
+    return jax.jit(step.make_update(spec, model, Recorded, spread))
 
 
 def step_on(devices, batch):

@@ -16,6 +16,7 @@ from research import errors
 from research.errors import ConfigError
 from research.runs import files, mirror, tracking
 from research.runs.folder import read_rows
+from research.settings.config import read
 from tests import tiny
 
 
@@ -29,7 +30,7 @@ def logged_out(monkeypatch, tmp_path):
 def tracker(folder, mode="disabled"):
     config = tiny.get_config()
     config.wandb.mode = mode
-    return tracking.Tracker(folder, config, said.append)
+    return tracking.Tracker(folder, read(config), said.append)
 
 
 said: list[str] = []
@@ -306,11 +307,11 @@ def test_table_is_sent_and_its_failure_is_a_warning(tmp_path, monkeypatch):
     config = tiny.get_config()
     config.wandb.mode = "offline"
     rows = [{"name": "a", "seconds": 0.5, "effective": {}}, {"name": "b"}] * 300  # more than a pipe holds
-    tracking.send_table(tmp_path, config, "bench", rows)
+    tracking.send_table(tmp_path, read(config), "bench", rows)
     assert sent(tmp_path) == [[600]]
     monkeypatch.setattr(tracking, "_PROGRAM", "research.runs.no_such_module")
     with pytest.warns(UserWarning, match=rf"^wandb: does not start.*; the rows are in {tmp_path}$"):
-        tracking.send_table(tmp_path, config, "bench", rows)
+        tracking.send_table(tmp_path, read(config), "bench", rows)
 
 
 def test_wandb_offline_needs_no_network(tmp_path):

@@ -14,17 +14,17 @@ import rich.console
 
 from research import hardware
 from research.attention.indexer import scores as index_scores
-from research.settings.config import base_config
+from research.attention.spec import Spec
 from research.errors import ConfigError
-from research.model import spec as model_spec
+from research.settings.config import base_config, read
 from research.training import dry_run, flops, loop, optimizer, profile, run
 from research.training import step as step_lib
 from tests import oracles, tiny
 
 
 def shapes(config):
-    spec = model_spec.from_config(config)
-    return spec, jax.eval_shape(lambda: step_lib.init(spec, optimizer.build(config), 0))
+    spec = Spec.make(read(config))
+    return spec, jax.eval_shape(lambda: step_lib.init(spec, optimizer.build(Spec.make(read(config))), 0))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_flops_are_counted_by_hand(tied, stage, weight):
     scores = (scored * (index_passes > 0) + 2 * attended * learns) * 3 * 8
     taught = H * D * attended * learns
     whole = passes * 2 * (forward + 257 * E * S) + 2 * 2 * (index_passes * indexer * S + scores + taught)
-    assert flops.per_token(spec, S, state.params) == pytest.approx(whole / S, rel=1e-12)
+    assert flops.per_token(spec, state.params) == pytest.approx(whole / S, rel=1e-12)
 
 
 @pytest.mark.parametrize(("seq_len", "expected"), [(16_384, 7.7e5), (131_072, 4.454e6)])
@@ -80,7 +80,7 @@ def test_the_sparse_loss_scores_what_is_selected(seq_len, expected):
     for weight in (0.0, 1.0):
         config.attention.indexer_loss_weight = weight
         spec, state = shapes(config)
-        found[weight] = flops.per_token(spec, seq_len, state.params)
+        found[weight] = flops.per_token(spec, state.params)
     modules = hk.data_structures.traverse(state.params)
     matrices = sum(
         x.size for module, name, x in modules if "indexer" in module and name not in ("scale", "position_bias")
@@ -92,7 +92,7 @@ def test_the_sparse_loss_scores_what_is_selected(seq_len, expected):
     config.attention.csa_stage = "dense"
     config.attention.indexer_loss_weight = 1.0
     spec, state = shapes(config)
-    all_attended = flops.per_token(spec, seq_len, state.params)
+    all_attended = flops.per_token(spec, state.params)
     dense = 12 * attention.heads * attention.head_width * (pairs - selected) / seq_len
     assert found[0.0] - (all_attended - dense) == pytest.approx(width * pairs / seq_len + 2 * matrices, rel=1e-9)
 
@@ -147,7 +147,7 @@ def test_trace_of_the_steps_after_warming_up(tmp_path):
     config.train.update(steps=4, eval_every=0)
     config.profile.steps = 2
     config.run.update(root=str(tmp_path), id="run")
-    summary = run.run(config, {}, rich.console.Console(quiet=True))
+    summary = run.run(read(config), {}, rich.console.Console(quiet=True))
     folder = tmp_path / "run" / profile.FOLDER
     (trace,) = folder.rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -175,7 +175,7 @@ def test_trace_cut_short_is_written(tmp_path):
 
 def show(config):
     console = rich.console.Console(record=True, width=120, file=io.StringIO())
-    dry_run.dry_run(config, console)
+    dry_run.dry_run(read(config), console)
     return console.export_text()
 
 

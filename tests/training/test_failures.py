@@ -12,6 +12,7 @@ from research.data import corpus
 from research.errors import ConfigError
 from research.runs import files, tracking
 from research.runs.folder import read_rows
+from research.settings.config import read
 from research.training import inspection, loop, run
 from tests import tiny
 
@@ -42,7 +43,7 @@ def small_disk(tmp_path):
 def test_disk_fills_up_while_checkpoints_are_written(small_disk):
     config = make(small_disk / "run", train__checkpoint_every=1, train__keep_last=100)
     with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '.+'$") as raised:
-        run.run(config, {}, QUIET)
+        run.run(read(config), {}, QUIET)
     assert errors.kind(raised.value) == "disk full"
     assert str(small_disk / "run") in str(raised.value)
     folder = small_disk / "run"
@@ -53,14 +54,14 @@ def test_disk_fills_up_while_checkpoints_are_written(small_disk):
     assert len(checkpoints) > 2
     # With room again, the run goes on.
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
-    assert run.run(config, {}, QUIET)["steps"] == 12
+    assert run.run(read(config), {}, QUIET)["steps"] == 12
     assert [row["step"] for row in read_rows(folder)] == list(range(1, 13))
 
 
 def test_disk_is_full_when_a_row_is_written(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with (
-        tracking.Tracker(tmp_path, make(tmp_path), print) as tracker,
+        tracking.Tracker(tmp_path, read(make(tmp_path)), print) as tracker,
         pytest.raises(OSError, match=rf"{NO_SPACE}metrics.jsonl'"),
     ):
         tracker.log(1, {"loss": 2.5})
@@ -82,7 +83,7 @@ def test_error_is_not_hidden_by_a_summary_that_cannot_be_written(tmp_path, monke
 
     monkeypatch.setattr(loop, "train", fail)
     with pytest.raises(NotImplementedError, match=r"^the error$"):
-        run.run(make(tmp_path / "run"), {}, QUIET)
+        run.run(read(make(tmp_path / "run")), {}, QUIET)
 
 
 def test_nan_is_told_also_where_nothing_can_be_kept(tmp_path, monkeypatch):
@@ -100,13 +101,13 @@ def test_folder_that_cannot_be_made_names_the_field(tmp_path, monkeypatch, root,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"^config.run.root='{root}': cannot hold the folder of the run: .*{reason}"):
-        run.run(make(pathlib.Path(root) / "run"), {}, QUIET)
+        run.run(read(make(pathlib.Path(root) / "run")), {}, QUIET)
 
 
 def test_folder_that_is_a_file_is_left_alone(tmp_path):
     (tmp_path / "run").write_text("mine")
     with pytest.raises(ConfigError, match=r"cannot hold the folder of the run: .*File exists"):
-        run.run(make(tmp_path / "run"), {}, QUIET)
+        run.run(read(make(tmp_path / "run")), {}, QUIET)
     assert (tmp_path / "run").read_text() == "mine"
 
 
@@ -117,7 +118,7 @@ def test_damaged_data_file_is_named(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-12])
     config = make(tmp_path / "runs" / "run", data__path=f"{tmp_path}/*.gz")
     with pytest.raises(ConfigError, match=rf"^config.data.path: '{damaged}' is not a valid gzip file"):
-        run.run(config, {}, QUIET)
+        run.run(read(config), {}, QUIET)
     summary = files.read_json(tmp_path / "runs" / "run" / "summary.json")
     assert (summary["status"], str(damaged) in summary["message"]) == ("invalid config", True)
 
@@ -142,6 +143,6 @@ def test_out_of_memory_names_the_step_and_the_sizes(tmp_path):
     with pytest.raises(
         MemoryError, match=rf"^step 1: Out of memory allocating \d+ bytes; too much with {sizes}"
     ) as raised:
-        run.run(config, {}, QUIET)
+        run.run(read(config), {}, QUIET)
     assert errors.kind(raised.value) == "out of memory"
     assert files.read_json(tmp_path / "run" / "summary.json")["status"] == "out of memory"

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention.spec import Spec
 from research.model import language_model
-from research.model import spec as model_spec
+from research.settings.config import read
 from research.training import optimizer
 from tests import tiny
 
@@ -23,7 +24,7 @@ def config():
 
 
 def test_learning_rate_warms_up_and_decays(config):
-    rate = optimizer.learning_rate(config)
+    rate = optimizer.learning_rate(read(config))
     np.testing.assert_allclose([rate(i) for i in range(5)], [0.02, 0.04, 0.06, 0.08, 0.1], rtol=1e-6)
     for update in (9, 14, 24):
         cosine = 0.5 * (1 + math.cos(math.pi * (update - 4) / 20))
@@ -33,13 +34,13 @@ def test_learning_rate_warms_up_and_decays(config):
 
 def test_no_warm_up_starts_at_the_full_rate(config):
     config.optimizer.warmup_steps = 0
-    assert optimizer.learning_rate(config)(0) == pytest.approx(0.1)
+    assert optimizer.learning_rate(read(config))(0) == pytest.approx(0.1)
 
 
 def test_first_update_is_adamw_by_hand(config):
     config.optimizer.clip_norm = 1.0
     config.optimizer.weight_decay = 0.5
-    updates = optimizer.build(config)
+    updates = optimizer.build(Spec.make(read(config)))
     params = {"layer": {"w": jnp.full((2, 2), 3.0), "scale": jnp.full((2,), 3.0)}}
     grads = jax.tree.map(lambda x: jnp.full_like(x, 10.0), params)
     changes, _ = updates.update(grads, updates.init(params), params)
@@ -49,7 +50,7 @@ def test_first_update_is_adamw_by_hand(config):
 
 
 def test_gradients_are_clipped_by_their_global_norm(config):
-    updates = optimizer.build(config)
+    updates = optimizer.build(Spec.make(read(config)))
     params = {"layer": {"w": jnp.zeros((2, 2)), "scale": jnp.zeros((2,))}}
     state = updates.init(params)
     large = jax.tree.map(lambda x: jnp.full_like(x, 100.0), params)
@@ -64,7 +65,7 @@ def test_decay_pulls_at_the_matrices_of_the_model_alone():
     config = tiny.get_config()
     config.model.layers = ("sliding", "csa", "hca")
     config.model.tied_head = False
-    model = language_model.build(model_spec.from_config(config))
+    model = language_model.build(Spec.make(read(config)))
     tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, tokens)
     decayed = optimizer.decayed(params)

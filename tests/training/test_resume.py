@@ -21,6 +21,7 @@ from research import errors, exits
 from research.errors import ConfigError, DamagedError
 from research.runs import checkpoints, files, mirror, tracking
 from research.runs.folder import read_rows, read_starts
+from research.settings.config import read
 from research.training import run
 from research.training.interruption import Interruption
 from tests import tiny
@@ -47,7 +48,7 @@ def make(folder, **overrides):
 
 def train(config):
     console = rich.console.Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
-    run.run(config, {}, console)
+    run.run(read(config), {}, console)
     return console.export_text()
 
 

@@ -12,12 +12,12 @@ import pytest
 import rich.console
 
 from research import errors
-from research.config import MOST_SEED
+from research.attention.spec import Spec
 from research.errors import ConfigError
 from research.model import language_model
-from research.model import spec as model_spec
 from research.runs import checkpoints
 from research.runs.folder import read_rows, read_starts
+from research.settings.config import read
 from research.training import inspection, loop, optimizer, run, trainer
 from research.training import step as step_lib
 from tests import tiny
@@ -33,7 +33,7 @@ def make(root, name, **overrides):
 
 
 def train(config):
-    run.run(config, {}, rich.console.Console(quiet=True))
+    run.run(read(config), {}, rich.console.Console(quiet=True))
     return pathlib.Path(config.run.root) / config.run.id
 
 
@@ -43,8 +43,8 @@ def rows(folder):
 
 
 def final_state(config):
-    spec = model_spec.from_config(config)
-    like = step_lib.init(spec, optimizer.build(config), config.seed)
+    spec = Spec.make(read(config))
+    like = step_lib.init(spec, optimizer.build(spec), config.seed)
     there = folder_of(config) / "checkpoints"
     return checkpoints.read(there, checkpoints.steps(there)[0], like).state
 
@@ -111,7 +111,7 @@ def test_rerun_is_bitwise_equal(root, unbroken):
 def test_a_seed_makes_one_state_whatever_the_environment_prefers():
     def first():
         config = tiny.get_config()
-        return step_lib.init(model_spec.from_config(config), optimizer.build(config), MOST_SEED).params
+        return step_lib.init(Spec.make(read(config)), optimizer.build(Spec.make(read(config))), 2**32 - 1).params
 
     usual = first()
     others = {"jax_default_prng_impl": "rbg", "jax_threefry_partitionable": False}
@@ -163,13 +163,13 @@ def test_folder_of_another_run_is_refused_and_left_alone(root, unbroken):
 def check_inspection(config, message, updates):
     """What is kept reproduces the loss, from the updates that made it, and names the files that the batch is from."""
     folder = folder_of(config) / "nonfinite"
-    spec = model_spec.from_config(config)
+    spec = Spec.make(read(config))
     (step,) = checkpoints.steps(folder / "checkpoints")
-    kept = checkpoints.read(folder / "checkpoints", step, step_lib.init(spec, optimizer.build(config), config.seed))
+    kept = checkpoints.read(folder / "checkpoints", step, step_lib.init(spec, optimizer.build(spec), config.seed))
     assert kept.step == updates
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept.state))
     batch = dict(np.load(folder / "batch.npz"))
-    iterator = trainer.read_data(config).train_iterator()
+    iterator = trainer.Trainer(read(config)).data.train_iterator()
     iterator.set_state(kept.iterator)
     jax.tree.map(np.testing.assert_array_equal, next(iterator), batch)
     loss = step_lib.losses(language_model.build(spec), kept.state.params, batch)["loss"]
@@ -201,7 +201,7 @@ def test_nan_loss_names_its_step_and_is_recorded(root, unbroken):
 @pytest.fixture(scope="module")
 def compiled(root):
     config = make(root, "unseen", model__tied_head=False, seed=2)
-    training = trainer.Trainer(config)
+    training = trainer.Trainer(read(config))
     training.compile()
     return config, training
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.attention.spec import Spec
 from research.errors import ConfigError, DamagedError
 from research.model import language_model
-from research.model import spec as model_spec
 from research.runs import checkpoints, files
 from research.runs.folder import SUMMARY, read_rows, read_starts
+from research.settings.config import read
 from research.training import optimizer
 from research.training import step as step_lib
 from tests import tiny
@@ -56,7 +57,7 @@ def batch():
 def initial_state():
     """Random parameters, and moments as if trained before."""
     config = make()
-    state = step_lib.init(model_spec.from_config(config), optimizer.build(config), 0)
+    state = step_lib.init(Spec.make(read(config)), optimizer.build(Spec.make(read(config))), 0)
     rng = np.random.default_rng(0)
 
     def moment(leaf):
@@ -69,15 +70,15 @@ def initial_state():
 @functools.cache
 def updated(stage, weight):
     config = make(stage, weight)
-    spec = model_spec.from_config(config)
-    update = step_lib.make_update(language_model.build(spec), optimizer.build(config), spec.attention)
+    spec = Spec.make(read(config))
+    update = step_lib.make_update(spec, language_model.build(spec), optimizer.build(spec))
     return jax.jit(update)(initial_state(), batch())
 
 
 @functools.cache
 def gradients(of):
     """By all parameters, of the language model's loss or of the indexers' mean one."""
-    model = language_model.build(model_spec.from_config(make()))
+    model = language_model.build(Spec.make(read(make())))
 
     def loss(params):
         return step_lib.losses(model, params, batch())["loss" if of == "model" else "indexer_kl"].mean()
@@ -137,7 +138,7 @@ def test_the_metrics_say_what_was_trained():
 
 
 def losses(measure=False, **config):
-    spec = model_spec.from_config(make(**config))
+    spec = Spec.make(read(make(**config)))
     model = language_model.build(spec, measure)
     return jax.jit(functools.partial(step_lib.losses, model))(initial_state().params, batch())
 
@@ -191,7 +192,7 @@ def chain(tmp_path_factory):
 
 
 def final_state(config):
-    like = step_lib.init(model_spec.from_config(config), optimizer.build(config), config.seed)
+    like = step_lib.init(Spec.make(read(config)), optimizer.build(Spec.make(read(config))), config.seed)
     there = folder_of(config) / checkpoints.FOLDER
     return checkpoints.read(there, checkpoints.steps(there)[0], like).state
 
@@ -225,7 +226,7 @@ def test_what_a_stage_began_with_is_recorded_and_left_as_it_is(chain):
 
 
 def _like(config):
-    return model_spec.from_config(config), optimizer.build(config), config.seed
+    return Spec.make(read(config)), optimizer.build(Spec.make(read(config))), config.seed
 
 
 @pytest.mark.parametrize("status", ["interrupted", "nan loss", ""])

@@ -38,7 +38,7 @@ class Strategy:
     """A backend with its options."""
 
     backend: str
-    options: Kernel = Kernel()
+    options: Kernel = dataclasses.field(default_factory=Kernel)
 
     def attend(self, visibility: Visibility, target: Target | None = None) -> Attend:
         return Attend(self.backend, visibility, self.options, target or Target(attend_lib.platform()))

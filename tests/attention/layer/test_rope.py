@@ -156,9 +156,8 @@ def test_refuses_an_impossible_rope_width(width):
 
 
 def test_refuses_unknown_angles():
-    rope = dataclasses.replace(ROPE, angles="float32")
     with pytest.raises(ValueError, match="angles='float32': must be one of exact, reference"):
-        frequencies(rope, 8, compressed=True)
+        dataclasses.replace(ROPE, angles="float32")
 
 
 def test_refuses_positions_that_are_no_integers():

@@ -18,14 +18,15 @@ from tests.attention.backends import strategies as lib
 from tests.attention.sizes import largest_array
 
 HCA = HeavilyCompressed(100, 128)
+DEFAULT = Kernel()
 BLOCKS = [field.name for field in dataclasses.fields(Kernel) if field.name.startswith("block_")]
 
 
-def op(options=Kernel(), visibility=HCA, target=None) -> Attend:
+def op(options=DEFAULT, visibility=HCA, target=None) -> Attend:
     return lib.Strategy("splash", options).attend(visibility, target)
 
 
-def resolve(options=Kernel(), visibility=HCA, seq_len=600, dtype="bfloat16", packed=True, target=None):
+def resolve(options=DEFAULT, visibility=HCA, seq_len=600, dtype="bfloat16", packed=True, target=None):
     return op(options, visibility, target).effective(lib.sizes(seq_len, dtype, packed))
 
 

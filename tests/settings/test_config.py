@@ -1,5 +1,8 @@
 import ast
+import dataclasses
+import json
 import pathlib
+import pickle
 import re
 import sys
 import time
@@ -8,34 +11,49 @@ import jax
 import pytest
 import rich.console
 
-from research import config as config_lib
-from research import data, fields
-from research.attention import backends
-from research.attention.backends.splash import schedules
-from research.attention.spec import AttentionSpec, RopeSpec
-from research.settings.config import base_config
-from research.validation import validate
-from research.data import PackingSpec
-from research.errors import ConfigError
-from research.model import spec as model_spec
+from research import data
+from research.attention.attend import Sizes
+from research.attention.spec import Spec
+from research.errors import ConfigError, SettingError
 from research.runs import tracking
-from research.training import report, run
+from research.settings import fields
+from research.settings.attention import Attention, Kernel
+from research.settings.config import Settings, base_config, from_json, groups, read
+from research.settings.group import Group
+from research.training import run
+from research.validation import validate
 from tests import tiny
 
-ROOT = pathlib.Path(config_lib.__file__).parents[1]
-RESEARCH = str(ROOT / "research")
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def changed(overrides):
+    """Settings with overrides, as a command line makes them."""
     config = base_config()
     fields.override(config, overrides)
-    return config
+    return read(config)
 
 
-def test_no_field_is_none_and_all_can_be_overridden():
-    for name in fields.field_names(base_config()):
+def test_every_setting_has_a_meaning_and_a_default_of_its_type():
+    for name, group in groups():
+        assert group.group == name
+        assert group.__doc__
+        for field in dataclasses.fields(group):
+            assert field.metadata["meaning"], field.name
+            written = "tuple" if isinstance(field.default, tuple) else type(field.default).__name__
+            assert str(getattr(field.type, "__name__", field.type)).startswith(written), field.name
+            assert isinstance(field.default, bool | int | float | str | tuple), (
+                field.name
+            )  # None could not be overridden
+
+
+def test_all_fields_can_be_overridden():
+    names = fields.field_names(base_config())
+    assert set(names) == {"seed"} | {
+        f"{name}.{field.name}" for name, group in groups() for field in dataclasses.fields(group)
+    }
+    for name in names:
         setting = fields.value(base_config(), name)
-        assert isinstance(setting, bool | int | float | str | tuple), name
         fields.override(base_config(), {name: setting})
 
 
@@ -49,65 +67,56 @@ def test_misspelled_field_cannot_be_set():
             getattr(group, name)
 
 
-def record_reads(monkeypatch, config) -> set[str]:
-    """The fields that research's modules read from now on, from the config or the dataclasses made of it.
+def test_settings_come_back_from_configs_and_files_as_they_were():
+    settings = changed({"model.layers": ("hca",), "attention.block_q": 128, "seed": 3, "aot.what": ("op", "step")})
+    assert settings != Settings()
+    assert read(base_config()) == Settings()
+    stored = json.loads(json.dumps(fields.as_json(settings)))
+    assert from_json(stored) == settings
+    del stored["attention"]["window"], stored["profile"]  # as a run from before they existed has it
+    assert from_json(stored) == settings
+    assert settings.replace(data={"seq_len": 64}).data.seq_len == 64
 
-    Reads in checks, in what shows or records whole configs, and in what copies one dataclass into another do not count.
-    """
-    reads, groups = set(), {id(config): ""}
-    groups |= {id(group): f"{name}." for name, group in config.items() if isinstance(group, type(config))}
-    options = set(backends.Options.__dataclass_fields__)
 
-    def counts():
-        code = sys._getframe(2).f_code
-        where, function = code.co_filename.removeprefix(RESEARCH), code.co_name
-        if where == "/config.py":
-            return function == "alignment"
-        whole = where in ("/sweeps/experiment.py", "/fields.py", "/training/report.py")
-        check = function in ("refuse_options", "__post_init__")
-        return code.co_filename.startswith(RESEARCH) and not whole and not check
+def test_nothing_can_be_changed_once_it_is_read():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().attention.window = 3
 
-    def from_config(original):
-        def get(self, name):
-            if id(self) in groups and counts():
-                reads.add(groups[id(self)] + name)
-            return original(self, name)
 
-        return get
+def test_settings_of_one_kind_leave_the_others_out():
+    settings = changed({"attention.csa_schedule": "stream", "attention.schedule": "static", "model.repeats": 3})
+    alone = {kind: settings.of_kind(kind) for kind in settings.model.layers}
+    assert {kind: of.model.layers for kind, of in alone.items()} == {kind: (kind,) for kind in alone}
+    schedules = {kind: (of.attention.schedule, of.attention.csa_schedule) for kind, of in alone.items()}
+    assert schedules == {"sliding": ("static", "auto"), "hca": ("static", "auto"), "csa": ("auto", "stream")}
 
-    def from_dataclass(prefix, copied=frozenset()):
-        def get(self, name):
-            if name not in copied and counts():
-                reads.add(prefix + name)
-            return object.__getattribute__(self, name)
 
-        return get
-
-    for method in ("__getattr__", "__getitem__"):
-        monkeypatch.setattr(type(config), method, from_config(getattr(type(config), method)))
-    for cls, get in (
-        (model_spec.ModelSpec, from_dataclass("model.")),
-        (AttentionSpec, from_dataclass("attention.", options)),
-        (backends.Options, from_dataclass("attention.")),
-        (RopeSpec, from_dataclass("rope.")),
-        (PackingSpec, from_dataclass("data.")),
-    ):
-        monkeypatch.setattr(cls, "__getattribute__", get)
-    return reads
+def test_an_error_survives_the_way_from_one_process_to_another():
+    error = SettingError("data.path", "x", "there")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.field, again.value) == ("config.data.path='x': must be there", "data.path", "x")
 
 
 def written_reads() -> set[str]:
-    """`group.field` for every `anything.group.field` in the sources; the launchers' own are not run here."""
+    """`group.field` for every `anything.group.field` in the sources: what launchers read is not run here."""
     found = set()
     for path in (*ROOT.glob("research/**/*.py"), *ROOT.glob("launch/*.py")):
-        if path != ROOT / "research/config.py":
+        if path.parent.name != "settings":
             chains = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
             found |= {f"{node.value.attr}.{node.attr}" for node in chains if isinstance(node.value, ast.Attribute)}
     return found
 
 
-def test_every_field_is_read(monkeypatch, tmp_path):
-    """By a run with YaRN and wandb, by the backend that has options, or by a launcher."""
+def test_every_setting_is_read(monkeypatch, tmp_path):
+    """By a run with YaRN and wandb, by the backend that has options, or by a launcher; checks do not count."""
+    reads = set()
+
+    def get(self, name):
+        where = sys._getframe(1).f_code.co_filename.removeprefix(f"{ROOT}/research/")
+        if not where.startswith(("/", "settings/")):
+            reads.add(f"{type(self).group}.{name}".lstrip("."))
+        return object.__getattribute__(self, name)
+
     (tmp_path / "text").mkdir()
     for name in "abcdefgh":
         (tmp_path / "text" / name).write_text(f"A few words of text {name}. " * 20)
@@ -120,17 +129,13 @@ def test_every_field_is_read(monkeypatch, tmp_path):
     config.run.update(root=str(tmp_path / "runs"), id="one")
     config.wandb.mode = "offline"
     monkeypatch.setattr(tracking, "_PROGRAM", "research.runs.nothing")  # wandb is told, and need not be there
-    with config.unlocked():
-        config.train.read_by_nobody = 1
-    monkeypatch.setattr(report, "base_config", lambda: config)
-
-    reads = record_reads(monkeypatch, config)
-    run.run(config, {}, rich.console.Console(quiet=True))
-    config.model.layers, config.attention.backend = ("sliding", "csa", "hca"), "splash"
-    config_lib.effective(config)
-    config.data.task = "needle"
-    data.task(config)
-    assert set(fields.field_names(config)) - reads - written_reads() == {"train.read_by_nobody"}
+    monkeypatch.setattr(Group, "__getattribute__", get)
+    run.run(read(config), {}, rich.console.Console(quiet=True))
+    config.attention.backend = "splash"
+    validate(read(config))
+    data.task(Settings().replace(data={"task": "needle"}))
+    names = {*fields.field_names(base_config()), "train.read_by_nobody"}
+    assert names - reads - written_reads() == {"train.read_by_nobody"}
 
 
 PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
@@ -153,32 +158,35 @@ REFUSED = [
     ({"attention.index_entries_at_once": 100}, "attention.index_entries_at_once=100: must be 0 .* multiple of 128"),
     (
         {"attention.index_backend": "xla", "model.layers": ("hca",)},
-        "attention.index_backend=xla: must be left at its default without a csa layer",
+        "attention.index_backend='xla': must be left at 'auto': model.layers has no csa layer",
     ),
     (
         {"attention.index_heads_at_once": 2, "attention.csa_stage": "dense"},
-        "attention.index_heads_at_once=2: must be left at its default with csa_stage=dense",
+        "attention.index_heads_at_once=2: must be left at 0 with csa_stage=dense",
     ),
-    ({**SPLASH, "attention.csa_schedule": "static"}, "attention.csa_schedule='static': cannot express csa.*dynamic"),
+    (
+        {**SPLASH, "attention.csa_schedule": "static"},
+        "attention.csa_schedule='static': must be .*dynamic, hybrid, which can express csa",
+    ),
     (
         {**SPLASH, "attention.csa_schedule": "dynamic", "model.layers": ("hca",)},
-        "attention.csa_schedule=dynamic: must be auto: model.layers has no csa layer",
+        "attention.csa_schedule='dynamic': must be left at 'auto': model.layers has no csa layer",
     ),
     (
         {**SPLASH, "attention.schedule": "static", "model.layers": ("csa",)},
-        "attention.schedule=static: must be auto: model.layers has only csa layers",
+        "attention.schedule='static': must be auto: model.layers has only csa layers",
     ),
     (
         {"attention.backend": "dot_product", "attention.csa_schedule": "dynamic", "model.layers": ("csa",)},
-        "attention.csa_schedule='dynamic': has no effect with backend='dot_product'; leave 'auto'",
+        "attention.csa_schedule='dynamic': must be left at 'auto': it has no effect with backend='dot_product'",
     ),
     (
         {"attention.backend": "dot_product", "attention.block_q": 256},
-        "attention.block_q=256: has no effect with backend='dot_product'; leave 0",
+        "attention.block_q=256: must be left at 0: it has no effect with backend='dot_product'",
     ),
     (
         {"attention.backend": "blockwise", "attention.dq_reduction_steps": 3},
-        "attention.dq_reduction_steps=3: has no effect with backend='blockwise'; leave 0",
+        "attention.dq_reduction_steps=3: must be left at 0: it has no effect with backend='blockwise'",
     ),
     ({**SPLASH, "attention.dq_reduction_steps": 2}, "attention.dq_reduction_steps=2: must be 0 .* or 3"),
     ({**SPLASH, "attention.block_q": 100}, "attention.block_q=100: must be 0 .* or a positive multiple of 128"),
@@ -186,12 +194,12 @@ REFUSED = [
     ({**SPLASH, "attention.block_kv": 1024}, "attention.block_kv=1024: must be at most 512, the padded length of 512"),
     (
         {**SPLASH, "attention.block_kv": 256, "attention.block_kv_compute": 512},
-        "attention.block_kv_compute=512: must divide block_kv=256",
+        "attention.block_kv_compute=512: must be a divisor of block_kv=256",
     ),
     ({"attention.csa_stage": "warm"}, "attention.csa_stage='warm': must be one of dense, warmup, sparse"),
     (
         {"attention.csa_stage": "dense", "model.layers": ("hca",)},
-        "attention.csa_stage=dense: must be sparse: model.layers has no csa layer",
+        "attention.csa_stage='dense': must be left at 'sparse': model.layers has no csa layer",
     ),
     ({"attention.indexer_loss_weight": -1.0}, "attention.indexer_loss_weight=-1.0: must be 0 or more"),
     (
@@ -205,12 +213,15 @@ REFUSED = [
     ({"attention.rope_width": 15}, "attention.rope_width=15: must be even"),
     ({"attention.rope_width": 34}, "attention.rope_width=34: must be at most index_head_width=32"),
     ({"attention.rope_width": 66}, "attention.rope_width=66: must be at most head_width=64"),
-    ({"attention.heads_per_call": 3}, r"attention.heads_per_call=3: must be 0 \(all\) or one of 1, 2, 4, .*heads=4"),
+    (
+        {**SPLASH, "attention.heads_per_call": 3},
+        r"attention.heads_per_call=3: must be 0 \(all\) or one of 1, 2, 4, .*4 heads",
+    ),
     ({"attention.heads_at_once": 1}, r"attention.heads_at_once=1: must be 0 \(all\), or divide 4 by a multiple of 2"),
     ({"attention.heads_at_once": -2}, "attention.heads_at_once=-2: must be 0"),
     (
-        {"attention.heads_at_once": 2, "attention.heads_per_call": 4},
-        r"attention.heads_per_call=4: must be 0 \(all\) or one of 1, 2, the divisors of heads_at_once=2",
+        {**SPLASH, "attention.heads_at_once": 2, "attention.heads_per_call": 4},
+        r"attention.heads_per_call=4: must be 0 \(all\) or one of 1, 2, the divisors of the 2 heads of a call",
     ),
     (
         {
@@ -220,21 +231,21 @@ REFUSED = [
             "attention.heads_at_once": 6,
             "attention.heads_per_call": 4,
         },
-        r"attention.heads_per_call=4: must be 0 \(all\) or one of 1, 2, 3, 6, the divisors of heads_at_once=6",
+        r"attention.heads_per_call=4: must be 0 \(all\) or one of 1, 2, 3, 6, the divisors of the 6 heads of a call",
     ),
     ({"attention.vmem_limit_kib": -1}, "attention.vmem_limit_kib=-1: must be 0"),
     ({"aot.what": ()}, r"aot.what=\(\): must be a non-empty tuple"),
     ({"aot.what": ("op", "model")}, r"aot.what=\('op', 'model'\): must be .*op, layer, step"),
-    ({"aot.topology": "v9:2x2"}, "aot.topology='v9': must be .*v4, v5e, v5p, v6e, tpu7x"),
-    ({"attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
+    ({"aot.topology": "v9:2x2"}, "aot.topology='v9:2x2': must be .*v4, v5e, v5p, v6e, tpu7x"),
+    ({**SPLASH, "attention.heads_per_call": -1}, "attention.heads_per_call=-1: must be 0"),
     ({"attention.out_groups": 3}, "attention.out_groups=3: must be a divisor of heads=4"),
     ({"rope.yarn_factor": 0.5}, "rope.yarn_factor=0.5: must be at least 1"),
     ({"data.task": "copy"}, "data.task='copy': must be one of text, recall, needle"),
-    ({"data.pairs": 3}, "data.pairs=3: must be left at its default with data.task=text"),
-    ({"data.seq_len": 0}, "data.seq_len=0: must be a positive integer"),
-    ({"data.batch_size": -1}, "data.batch_size=-1: must be a positive integer"),
+    ({"data.pairs": 3}, "data.pairs=3: must be left at 0 with data.task=text"),
+    ({"data.seq_len": 0}, "data.seq_len=0: must be positive"),
+    ({"data.batch_size": -1}, "data.batch_size=-1: must be positive"),
     ({"data.chunk_len": 513}, "data.chunk_len=513: must be from 1 to seq_len=512, or 0"),
-    ({"data.chunk_len": 100}, "data.chunk_len=100: .* must be a multiple of 128, .*align_starts=False"),
+    ({"data.chunk_len": 100}, "data.chunk_len=100: must be a multiple of 128, .*align_starts=False"),
     ({"data.validation_fraction": 0.0}, "data.validation_fraction=0.0: must be between 0 and 1, both excluded"),
     ({"data.validation_fraction": 1.0}, "data.validation_fraction=1.0: must be between 0 and 1, both excluded"),
     ({"optimizer.warmup_steps": -1}, "optimizer.warmup_steps=-1: must be 0 or more"),
@@ -246,7 +257,7 @@ REFUSED = [
     ({"train.eval_every": -1}, "train.eval_every=-1: must be 0 .* or more"),
     ({"train.checkpoint_every": -1}, "train.checkpoint_every=-1: must be 0 .* or more"),
     ({"train.keep_best": -1}, "train.keep_best=-1: must be 0 or more"),
-    ({"profile.steps": -1}, "profile.steps=-1: must be from 0 to train.steps=200 less 2"),
+    ({"profile.steps": -1}, "profile.steps=-1: must be 0 or more"),
     ({"profile.steps": 199}, "profile.steps=199: must be from 0 to train.steps=200 less 2"),
     ({"distributed.coordinator": "host"}, "distributed.coordinator='host': must be host:port, auto, or empty"),
     (PAIR | {"distributed.num_processes": 0}, "distributed.num_processes=0: must be 1 or more with .*host:1234"),
@@ -288,24 +299,24 @@ def test_every_number_has_a_bad_value_above():
     free = {"attention.sinks", "data.align_starts", "data.path", "model.tied_head", "run.id", "run.root"}
     free |= {"wandb.project", "train.start_from"}  # any text or truth value will do
     refused = {re.match(r"[a-z0-9_.]+", message.replace("\\", ""))[0] for _, message in REFUSED}
-    alike = {f"attention.{name}" for name in backends.Options.__dataclass_fields__ if name.startswith("block_")}
+    alike = {f"attention.{name}" for name in Kernel.__dataclass_fields__ if name.startswith("block_")}
     assert set(fields.field_names(base_config())) == refused | free | alike
 
 
 def test_base_config_is_valid_at_once_and_compiles_nothing():
-    config, compiled = base_config(), []
+    settings, compiled = Settings(), []
 
     def listen(event, *_, **__):
         if "compile" in event:
             compiled.append(event)
 
     for platform in ("cpu", "gpu", "tpu"):
-        validate(config, platform)  # imports the backend
+        validate(settings, platform)  # imports the backend
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         start = time.perf_counter()
         for platform in ("cpu", "gpu", "tpu"):
-            validate(config, platform)
+            validate(settings, platform)
         assert time.perf_counter() - start < 0.5
         assert not compiled
         jax.jit(lambda x: x + 1)(0)
@@ -315,41 +326,48 @@ def test_base_config_is_valid_at_once_and_compiles_nothing():
 
 
 def test_interpreted_kernels_cannot_be_recomputed():
-    config = changed({**SPLASH, "model.remat": "block"})
+    settings = changed({**SPLASH, "model.remat": "block"})
     with pytest.raises(NotImplementedError, match=r"config\.model\.remat=block: .*interpreted splash"):
-        validate(config, "cpu")
-    validate(config, "tpu")
+        validate(settings, "cpu")
+    validate(settings, "tpu")
     validate(changed({"model.remat": "block", "attention.backend": "dot_product"}), "cpu")
 
 
+def effective(overrides, platform):
+    return validate(changed(overrides), platform).effective()
+
+
 def test_effective_settings_of_each_kind_of_layer():
-    config = changed({**SPLASH, "model.layers": ("hca", "csa", "hca"), "attention.schedule": "static"})
-    settings = config_lib.effective(config, "tpu")
+    asked = {**SPLASH, "model.layers": ("hca", "csa", "hca"), "attention.schedule": "static"}
+    settings = effective(asked, "tpu")
     assert list(settings) == ["hca", "csa"]
     assert settings["hca"].items() >= {"backend": "splash", "schedule": "static", "interpreted": False}.items()
-    assert settings["csa"]["schedule"] == schedules.resolve_name("auto", "csa")
+    assert settings["csa"]["schedule"] == "hybrid"
     assert {layer["block_q"] for layer in settings.values()} == {512}
 
 
 @pytest.mark.parametrize(("platform", "interpreted"), [("cpu", True), ("gpu", True), ("tpu", False)])
 def test_an_interpreted_indexer_is_recorded(platform, interpreted):
-    config = changed({"attention.index_backend": "pallas", "attention.backend": "blockwise"})
-    assert config_lib.effective(config, platform)["csa"]["index_interpreted"] is interpreted
+    asked = {"attention.index_backend": "pallas", "attention.backend": "blockwise"}
+    assert effective(asked, platform)["csa"]["index_interpreted"] is interpreted
 
 
-def test_effective_heads_per_call_and_precision_are_what_is_used():
-    config = changed({**SPLASH, "attention.heads_at_once": 2})
-    for dtype, precision in (("float32", "highest"), ("bfloat16", "default")):
-        config.model.dtype = dtype
-        for layer in config_lib.effective(config, "tpu").values():
-            assert (layer["heads_per_call"], layer["precision"]) == (2, precision)
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "highest"), ("bfloat16", "default")])
+def test_effective_heads_per_call_and_precision_are_what_is_used(dtype, precision):
+    asked = {**SPLASH, "attention.heads_at_once": 2, "model.dtype": dtype}
+    for layer in effective(asked, "tpu").values():
+        assert (layer["heads_per_call"], layer["precision"]) == (2, precision)
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("cpu", "blockwise"), ("gpu", "blockwise"), ("tpu", "splash")])
 def test_auto_is_recorded_as_what_it_became(platform, backend):
-    settings = config_lib.effective(base_config(), platform)
-    assert {layer["backend"] for layer in settings.values()} == {backend}
-    assert config_lib.requested(base_config())["backend"] == "auto"
+    assert {layer["backend"] for layer in effective({}, platform).values()} == {backend}
+    assert Attention().requested()["backend"] == "auto"
+
+
+def test_the_op_says_what_it_will_do_for_other_sizes():
+    attend = Spec.make(changed(SPLASH), "tpu").attend("hca")
+    assert attend.effective(Sizes(128, 2, 64, "bfloat16", packed=False))["block_q"] == 128
 
 
 def test_requested_settings_are_recorded_as_they_were_asked():
@@ -359,8 +377,8 @@ def test_requested_settings_are_recorded_as_they_were_asked():
         "attention.block_kv": 128,
         "attention.dq_reduction_steps": 3,
     }
-    requested = config_lib.requested(changed({**SPLASH, **asked}))
-    names = (*backends.Options.__dataclass_fields__, "index_heads_at_once", "index_entries_at_once")
+    requested = changed({**SPLASH, **asked}).attention.requested()
+    names = (*Kernel.__dataclass_fields__, "index_heads_at_once", "index_entries_at_once")
     unset = {name: 0 for name in names} | {"csa_schedule": "auto", "index_backend": "auto"}
     assert requested == unset | {"backend": "splash"} | {name.partition(".")[2]: v for name, v in asked.items()}
 
@@ -382,4 +400,4 @@ def test_documents_start_where_entries_of_every_ratio_in_use_start(layers, align
         "data.align_starts": align,
         "model.layers": layers,
     }
-    assert config_lib.alignment(changed(overrides)) == expected
+    assert Spec.make(changed(overrides)).alignment == expected
