@@ -61,7 +61,7 @@ def report(rows: list[dict]) -> list[str]:
     for row in rows:
         of_interest = row["phase"] == "forward_backward" and row["status"] == "ok" and row["backend"] != "splash"
         if of_interest and row["requested"]["block_q"] == 0:
-            schedule = row["requested"]["schedule"]
+            schedule = row["requested"]["csa_schedule" if row["visibility"] == "csa" else "schedule"]
             if schedule == "auto":
                 found[row["visibility"], row["backend"], row["seq_len"]] = row
             else:
@@ -96,3 +96,6 @@ def report(rows: list[dict]) -> list[str]:
 def _ratios(row: dict, other: dict) -> str:
     time, memory = (row[name] / other[name] for name in ("seconds", "temp_bytes"))
     return f"{time:.2f}x the time and {memory:.2f}x the temporaries"
+
+
+REPORTS = {"bench": report}

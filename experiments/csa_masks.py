@@ -73,4 +73,4 @@ def report(rows: list[experiment.Row]) -> list[str]:
     return lines
 
 
-report_aot = report
+REPORTS = {"bench": report, "aot": report}

@@ -22,8 +22,8 @@ import pathlib
 import ml_collections
 
 from analysis import stages
-from research.settings.attention import STAGES
 from research.runs.folder import read_rows
+from research.settings.attention import STAGES
 from research.settings.config import base_config
 from research.sweeps import cross, experiment
 from research.training.run import FINISHED

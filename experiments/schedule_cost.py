@@ -43,11 +43,11 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     return question + at(lengths[:1], "closed_form", "dynamic", steps=0)
 
 
-def report_masks(rows: list[dict]) -> list[str]:
+def report(rows: list[dict]) -> list[str]:
     """How much longer the evaluation of every block takes, with the partial blocks and without."""
     by_place = {}
     for row in rows:
-        if row["dq_reduction_steps"] == 3:
+        if row.get("dq_reduction_steps") == 3:
             by_place.setdefault((row["seq_len"], row["block_q"]), {})[row["schedule"]] = row
     lines = []
     for (seq_len, block), found in by_place.items():
@@ -59,3 +59,6 @@ def report_masks(rows: list[dict]) -> list[str]:
                 f"{lists:,.0f}x that of its lists of blocks alone"
             )
     return lines
+
+
+REPORTS = {"masks": report}

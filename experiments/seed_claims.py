@@ -93,7 +93,7 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     return points + [hca(s, "captured") for s in lengths]
 
 
-def report_aot(rows: list[dict]) -> list[str]:
+def report(rows: list[dict]) -> list[str]:
     """Each claim with its verdict, and what was found; claims of which nothing was compiled are left out."""
     told = [line for claim in claims(rows) for line in claim.lines]
     return ["claim -> verdict, how many of its tests hold; and what was found", *told]
@@ -305,3 +305,6 @@ def _key(row: dict) -> _Key:
 
 def _compile_seconds(row: dict) -> float:
     return row["schedule_seconds"] + row["lower_seconds"] + row["compile_seconds"]
+
+
+REPORTS = {"aot": report}

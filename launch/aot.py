@@ -10,27 +10,20 @@ and writes the one with the lowest roofline, then the least memory, as a preset:
 Without it, overrides narrow the sweep or apply to all of its points, by the rule in `research/sweeps/experiment.py`.
 """
 
-import datetime
-import pathlib
-import sys
-
 import jax
-import rich.box
 import rich.console
-import rich.progress
 import rich.table
 from absl import flags as absl_flags
 
 from analysis import aot as pictures
 from analysis import frame
-from launch import flags
+from launch import flags, measuring
 from research.errors import ConfigError
-from research.measure import aot, search
-from research.runs import files, tracking
-from research.runs.folder import environment, record_start
+from research.measure import pipeline, search
+from research.settings.config import Settings, read
 from research.sweeps import experiment, sweep
 
-_FRESH = absl_flags.DEFINE_bool("fresh", False, "compile also what stands in the results")
+measuring.define_fresh()
 _SEARCH = absl_flags.DEFINE_string("search", "", "name of a preset: search settings for the config, and save the best")
 
 _GIB = 2**-30
@@ -48,76 +41,48 @@ _NUMBERS = (
 def main() -> int:
     """Compiles what the command line describes, and returns the exit code."""
     jax.config.update("jax_platforms", "cpu")
-    config, target = flags.config(), flags.target()
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
-    planned = search.plan(config) if _SEARCH.value else aot.plan(target, flags.overrides())
+    settings, target = read(flags.config()), flags.target()
+    console = measuring.console()
+    planned = search.plan(settings) if _SEARCH.value else _plan(target)
     try:
-        aot.versions()
+        pipeline.key(planned[0].program)
     except ModuleNotFoundError as error:
         raise ConfigError("libtpu is not installed: pip install -r requirements-tpu.txt, or make aot") from error
 
-    name = sweep.full_name if _SEARCH.value else sweep.folder_name  # a search has no points among which to choose
-    folder = pathlib.Path(config.run.root) / "aot" / name(target, flags.overrides())
-    folder.mkdir(parents=True, exist_ok=True)
-    record_start(folder, environment() | {"compilers": aot.versions()})
-    results = folder / "results.jsonl"
-    if _FRESH.value:  # those of other points stay: a search and a sweep share the folder
-        anew = {point.key() for _, point, _ in planned}
-        files.write_lines(results, [row for row in files.read_lines(results) if row["key"] not in anew])
-    rows = _compile(console, planned, results)
-
+    # A search has no points among which to choose.
+    name = sweep.full_name(target, flags.overrides()) if _SEARCH.value else measuring.sweep_folder()
+    folder = measuring.folder(settings.run.root, "aot", name)
+    rows = measuring.measure(planned, folder / measuring.RESULTS, {}, console)
     console.print(_table(rows))
     console.print("roofline: a model of the chip's peak FLOP/s and bandwidth, not a measurement", style="italic")
-    tracking.send_table(folder, config, "aot", rows)
     if _SEARCH.value:
-        _conclude(console, config, _SEARCH.value, rows)
-    else:
-        module, _ = experiment.load(target)
-        for line in getattr(module, "report_aot", lambda rows: [])(rows):
-            console.print(line, markup=False, soft_wrap=True)
+        _conclude(console, settings, _SEARCH.value, rows)
+    measuring.conclude("aot", rows, folder, settings, console)
     pictures.draw(rows, folder / "aot.png")
-    console.print(f"results: {results}\nplot: {folder / 'aot.png'}", soft_wrap=True)
-    return 0
+    console.print(f"plot: {folder / 'aot.png'}", soft_wrap=True)
+    return measuring.code(rows)
 
 
-def _compile(console: rich.console.Console, planned: list[tuple], results: pathlib.Path) -> list[dict]:
-    """The rows of all points, old and new."""
-    stored: dict[str, dict[str, dict]] = {}
-    files.repair_lines(results)
-    if results.exists():
-        for row in files.read_lines(results):
-            stored.setdefault(row["key"], {})[row["phase"]] = row
-    stamp, rows = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}, []
-    with rich.progress.Progress(console=console) as bar:
-        task = bar.add_task("", total=len(planned))
-        for overrides, point, timeout in planned:
-            bar.update(task, description=f"{point.what} {experiment.label(overrides)}"[:100])
-            found = stored.get(point.key(), {})
-            if set(found) == set(aot.PHASES[point.what]):
-                rows += found.values()
-            else:
-                for row in aot.run(point, timeout):
-                    rows.append(stamp | row | {"overrides": overrides})
-                    files.append_line(results, rows[-1])
-            bar.advance(task)
-    return rows
+def _plan(target: str) -> list[pipeline.Planned]:
+    """Lists of blocks that do not fit the scalar memory are no error: the compiler is asked."""
+    return pipeline.plan("aot", target, flags.overrides(), "tpu", checks_memory=False)
 
 
-def _conclude(console: rich.console.Console, config, name: str, rows: list[dict]) -> None:
+def _conclude(console: rich.console.Console, settings: Settings, name: str, rows: list[dict]) -> None:
     """Prints the Pareto front, and saves the best as a preset."""
     front = search.front(rows)
     if not front:
         raise ConfigError("no setting of the search compiles; the table says why")
     console.print(f"Nothing beats these {len(front)} of {len(rows)}:")
     console.print(_table(front))
-    path = flags.save_preset(config, name, front[0]["overrides"])
+    path = flags.save_preset(settings.run.root, name, front[0]["overrides"])
     console.print(f"preset {name}: {experiment.label(front[0]['overrides'])} in {path}", soft_wrap=True)
 
 
 def _table(rows: list[dict]) -> rich.table.Table:
-    table = rich.table.Table("program", "tokens", "phase", "setting", box=rich.box.SIMPLE_HEAD)
-    for heading, *_ in _NUMBERS:
-        table.add_column(heading, justify="right")
+    table = measuring.table("program", "tokens", "phase", "setting", numbers=tuple(heading for heading, *_ in _NUMBERS))
+    for column in (table.columns[3], table.columns[0]):
+        column.no_wrap = False
     table.add_column("bound")
     table.add_column("status")
     for row in rows:

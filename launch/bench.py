@@ -1,26 +1,22 @@
 """Times the attentions of an experiment's sweep: `python launch/bench.py --config=experiments/cpu_attention.py`.
 
-Every point runs alone: forward, backward, then both as one program. Results are appended to
-`<run.root>/bench/<experiment>/results.jsonl` as they come, a table is printed and sent to wandb at the end.
+Every point runs alone: forward, backward, then both as one program. Rows are appended to
+`<run.root>/bench/<experiment>/results.jsonl` as they come; what stands there, measured by the same versions on the same
+platform, is not measured again unless `--fresh`. A table is printed and sent to wandb at the end.
 Overrides of fields that the sweep sets narrow it, `--config.data.seq_len=8192`; others apply to all points and name the
 folder, `--config.bench.repeats=2`. The rule is in `research/sweeps/experiment.py`.
 """
 
-import datetime
-import pathlib
-import sys
-
 import jax
-import rich.box
-import rich.console
-import rich.progress
 import rich.table
 
-from launch import flags
-from research.measure import bench
-from research.runs import files, tracking
-from research.runs.folder import environment, record_start
-from research.sweeps import experiment, sweep
+from launch import flags, measuring
+from research import exits
+from research.measure import pipeline
+from research.settings.config import read
+from research.sweeps import sweep
+
+measuring.define_fresh()
 
 # Column, key, unit factor, format.
 _NUMBERS = (
@@ -37,44 +33,22 @@ _PHASES = {"forward": "fwd", "backward": "bwd", "forward_backward": "fwd+bwd"}
 
 def main() -> int:
     """Runs what the command line describes, and returns the exit code."""
-    target, common = flags.target(), flags.overrides()
     platform = sweep.detect_platform()
     jax.config.update("jax_platforms", "cpu")  # the accelerator is for the points
-    points = bench.plan(target, common, platform)
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 150)
-    config = flags.config()
-    folder = pathlib.Path(config.run.root) / "bench" / sweep.folder_name(target, common)
-    folder.mkdir(parents=True, exist_ok=True)
-    record_start(folder, environment())
-
-    stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "platform": platform}
-    rows, results = [], folder / "results.jsonl"
-    files.repair_lines(results)
-    with rich.progress.Progress(console=console) as bar:
-        task = bar.add_task("", total=len(points))
-        for overrides, point, timeout in points:
-            bar.update(task, description=experiment.label(overrides))
-            for row in bench.run(point, timeout):
-                rows.append(stamp | row | {"overrides": overrides})
-                files.append_line(results, rows[-1])
-            bar.advance(task)
+    planned = pipeline.plan("bench", flags.target(), flags.overrides(), platform)
+    console, settings = measuring.console(), read(flags.config())
+    folder = measuring.folder(settings.run.root, "bench", measuring.sweep_folder())
+    rows = measuring.measure(planned, folder / measuring.RESULTS, {"platform": platform}, console)
     console.print(_table(rows))
-    tracking.send_table(folder, config, "bench", rows)
-    module, _ = experiment.load(target)
-    for line in getattr(module, "report", lambda rows: [])(rows):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"results: {results}", soft_wrap=True)
-    return 0 if all(row["status"] == "ok" for row in rows) else 1
+    measuring.conclude("bench", rows, folder, settings, console)
+    return exits.FINISHED if all(row["status"] == "ok" for row in rows) else exits.FAILED
 
 
 def _table(rows: list[dict]) -> rich.table.Table:
     rates = [row["matmul_flops_per_second"] for row in rows if "matmul_flops_per_second" in row]
     caption = "GFLOP/s of visible pairs" + (f"; products of matrices reach {max(rates) / 1e9:,.0f}" if rates else "")
-    table = rich.table.Table("attention", "tokens", "dtype", "phase", box=rich.box.SIMPLE_HEAD, caption=caption)
-    for column in table.columns:
-        column.no_wrap = True
-    for heading, *_ in _NUMBERS:
-        table.add_column(heading, justify="right")
+    headings = tuple(heading for heading, *_ in _NUMBERS)
+    table = measuring.table("attention", "tokens", "dtype", "phase", caption=caption, numbers=headings)
     table.add_column("status")
     for row in rows:
         effective = row.get("effective", {})

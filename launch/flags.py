@@ -12,11 +12,11 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from research import errors, exits
-from research.settings import fields
-from research.validation import check_precision
 from research.errors import ConfigError
 from research.runs import files
+from research.settings import fields
 from research.sweeps import experiment
+from research.validation import check_precision
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="experiments/NAME.py or experiments/NAME.py:ARG")
 
@@ -68,19 +68,19 @@ def config() -> ml_collections.ConfigDict:
 def overrides() -> fields.Overrides:
     """The preset's and the command line's overrides by dotted name."""
     given = config_flags.get_override_values(flags.FLAGS["config"])
-    return (_preset(_CONFIG.value, _PRESET.value) if _PRESET.value else {}) | given
+    return (_preset(_CONFIG.value.run.root, _PRESET.value) if _PRESET.value else {}) | given
 
 
-def save_preset(config: ml_collections.ConfigDict, name: str, settings: fields.Overrides) -> pathlib.Path:
+def save_preset(root: str, name: str, settings: fields.Overrides) -> pathlib.Path:
     """Saves overrides for `--preset=NAME`, and returns the file."""
-    path = _preset_path(config, name)
+    path = _preset_path(root, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, settings)
     return path
 
 
-def _preset(config: ml_collections.ConfigDict, name: str) -> fields.Overrides:
-    path = _preset_path(config, name)
+def _preset(root: str, name: str) -> fields.Overrides:
+    path = _preset_path(root, name)
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json"))) or "none"
         raise ConfigError(f"--preset={name}: no {path}; there are {known}")
@@ -88,8 +88,8 @@ def _preset(config: ml_collections.ConfigDict, name: str) -> fields.Overrides:
     return {name: tuple(setting) if isinstance(setting, list) else setting for name, setting in settings.items()}
 
 
-def _preset_path(config: ml_collections.ConfigDict, name: str) -> pathlib.Path:
-    return pathlib.Path(config.run.root) / "presets" / f"{name}.json"
+def _preset_path(root: str, name: str) -> pathlib.Path:
+    return pathlib.Path(root) / "presets" / f"{name}.json"
 
 
 def expand(arguments: Sequence[str]) -> list[str]:
@@ -111,7 +111,7 @@ def expand(arguments: Sequence[str]) -> list[str]:
     except flags.Error:
         return rest  # the launcher's own parser meets it, too, and shows the usage
     given = config_flags.get_override_values(values["config"])
-    common = (_preset(holder.value, preset) if preset else {}) | given
+    common = (_preset(holder.value.run.root, preset) if preset else {}) | given
     return [*rest, *experiment.as_flags(experiment.point(chosen, label, common))]
 
 

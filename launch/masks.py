@@ -8,24 +8,24 @@ Overrides narrow the sweep or apply to all of its points, by the rule in `resear
 A schedule whose lists do not fit the scalar memory of a TPU core is refused, with its count of blocks.
 """
 
-import json
 import pathlib
-import sys
 
 import rich.console
 import rich.table
 from absl import flags as absl_flags
 
 from analysis import blocks
-from launch import flags
-from research import config as config_lib
-from research.settings import fields
-from research.attention import backends, spec
-from research.errors import ConfigError
+from launch import flags, measuring
+from research.attention.visibility import KINDS
+from research.errors import ConfigError, SettingError
 from research.measure import masks
-from research.model import spec as model_spec
+from research.measure.pipeline import Planned
+from research.settings import fields
+from research.settings.config import Settings, read
 from research.sweeps import experiment
 
+measuring.define_fresh()
+measuring.define_root()
 _VISIBILITY = absl_flags.DEFINE_enum("visibility", "hca", list(KINDS), "kind of attention; without --config")
 _SCHEDULE = absl_flags.DEFINE_string("schedule", "auto", "name of a schedule; without --config")
 _SEQ_LEN = absl_flags.DEFINE_integer("seq_len", 65536, "tokens; without --config", lower_bound=1)
@@ -38,71 +38,80 @@ _PLOT = absl_flags.DEFINE_string("plot", "", "a PNG file to draw the first sched
 def main() -> int:
     """Measures what the command line describes, and returns the exit code."""
     _check_flags()
-    console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 150)
-    requests = _sweep_requests(console) if flags.given() else [_single_request()]
-    rows = []
-    for request in requests:
-        rows.append(masks.measure(request))
-        if _JSON.value:
-            print(json.dumps(rows[-1]), flush=True)
+    console = measuring.console(of_rows=_JSON.value)
+    if flags.given():
+        planned, settings, name = _sweep(console), read(flags.config()), measuring.sweep_folder()
+    else:
+        settings = _single()
+        planned, name = _planned(settings, {}), "single"
+    folder = measuring.folder(settings.run.root, "masks", name)
+    each = measuring.print_row if _JSON.value else lambda row: None
+    rows = measuring.measure(planned, folder / measuring.RESULTS, {}, console, each)
     if not _JSON.value:
         console.print(_table(rows))
-    if flags.given():
-        module, _ = experiment.load(flags.target())
-        for line in getattr(module, "report_masks", lambda rows: [])(rows):
-            console.print(line, markup=False, soft_wrap=True)
+    measuring.conclude("masks", rows, folder, settings, console)
     if _PLOT.value:
-        blocks.draw(requests[:1], pathlib.Path(_PLOT.value))
+        blocks.draw([planned[0].program], pathlib.Path(_PLOT.value))
         console.print(f"plot: {_PLOT.value}")
-    return 0
+    return measuring.code(rows)
 
 
 def _check_flags() -> None:
     """Raises ConfigError where a flag says nothing: those of a single schedule beside a sweep, a preset without one."""
-    single = (_VISIBILITY, _SCHEDULE, _SEQ_LEN, _BLOCK, _STEPS)
-    for flag in single if flags.given() else ():
-        if absl_flags.FLAGS[flag.name].present:
-            raise ConfigError(f"--{flag.name}: has no effect with --config, whose sweep says it")
+    single = (*(flag.name for flag in (_VISIBILITY, _SCHEDULE, _SEQ_LEN, _BLOCK, _STEPS)), "runs")
+    for name in single if flags.given() else ():
+        if absl_flags.FLAGS[name].present:
+            raise ConfigError(f"--{name}: has no effect with --config, whose sweep says it")
     if not flags.given() and absl_flags.FLAGS["preset"].present:
         raise ConfigError("--preset: has no effect without --config")
 
 
-def _single_request() -> masks.Request:
-    config = config_lib.base_config()
-    config.attention.top_k = 512
-    visibility = model_spec.from_config(config).attention.visibility(_VISIBILITY.value)
-    return _request(visibility, _SEQ_LEN.value, _SCHEDULE.value, _BLOCK.value, _BLOCK.value, _STEPS.value)
+def _single() -> Settings:
+    """Of the schedule that the flags describe.
+
+    Raises:
+      ConfigError: a flag's value is impossible; names it.
+    """
+    kind = _VISIBILITY.value
+    schedule = "csa_schedule" if KINDS[kind].selects else "schedule"
+    attention = {"backend": "splash", "top_k": 512, schedule: _SCHEDULE.value, "dq_reduction_steps": _STEPS.value}
+    attention |= {"block_q": _BLOCK.value, "block_kv": _BLOCK.value}
+    wandb = {"mode": "disabled"}  # nothing that belongs to an experiment
+    try:
+        settings = Settings().replace(
+            model={"layers": (kind,), "dtype": "bfloat16"},
+            attention=attention,
+            data={"seq_len": _SEQ_LEN.value},
+            wandb=wandb,
+            run={"root": measuring.root()},
+        )
+        masks.programs(settings)
+    except SettingError as error:
+        named = {"schedule": _SCHEDULE, "csa_schedule": _SCHEDULE, "block_q": _BLOCK, "block_kv": _BLOCK}
+        flag = named.get(error.field.rpartition(".")[2], _STEPS)
+        raise ConfigError(f"--{flag.name}={error.value}: must be {error.allowed}") from error
+    return settings
 
 
-def _sweep_requests(console: rich.console.Console) -> list[masks.Request]:
-    """The distinct schedules among the splash points of an experiment's sweep; tells which cannot be compiled."""
+def _sweep(console: rich.console.Console) -> list[Planned]:
+    """The distinct schedules among the splash points of an experiment's sweep; says which cannot be compiled."""
     module, arg = experiment.load(flags.target())
-    requests = {}
+    found = {}
     for point in experiment.points(flags.target(), flags.overrides()):
         config = module.get_config(arg)
         fields.override(config, flags.overrides() | point.overrides)
-        layers = model_spec.from_config(config, "tpu").attention
-        if layers.backend != "splash":
-            continue
         try:
-            for kind, effective in config_lib.effective(config, "tpu").items():
-                sizes = (effective[name] for name in ("schedule", "block_q", "block_kv", "dq_reduction_steps"))
-                requests[_request(layers.visibility(kind), config.data.seq_len, *sizes)] = None
+            for planned in _planned(read(config), point.overrides):
+                found.setdefault(planned.program, planned)
         except ConfigError as error:
             console.print(f"{point.label}: {error}", style="red", markup=False)
-    if not requests:
+    if not found:
         raise ConfigError(f"--config={flags.target()}: no point of its sweep can use the splash backend")
-    return list(requests)
+    return list(found.values())
 
 
-def _request(visibility, seq_len: int, schedule: str, block_q: int, block_kv: int, steps: int) -> masks.Request:
-    options = backends.Options(schedule, block_q=block_q, block_kv=block_kv, dq_reduction_steps=steps)
-    try:
-        how = {"packed": False, "target": backends.target("tpu")}
-        effective = backends.get("splash").resolve(visibility, seq_len, 1, 128, "bfloat16", options, **how)
-    except ValueError as error:
-        raise ConfigError(f"--{error}") from error
-    return masks.Request(visibility, effective["schedule"], seq_len, block_q, block_kv, effective["dq_reduction_steps"])
+def _planned(settings: Settings, overrides: fields.Overrides) -> list[Planned]:
+    return [Planned(program, overrides, masks.timeout(settings)) for program in masks.programs(settings)]
 
 
 def _table(rows: list[dict]) -> rich.table.Table:
@@ -110,7 +119,7 @@ def _table(rows: list[dict]) -> rich.table.Table:
     names = ("kind", "schedule", "tokens", "block", "dq", "active", "full", "partial", "distinct", "useful")
     for name in (*names, "host MiB", "HBM MiB", "SMEM KiB", "lists s", "build s"):
         table.add_column(name, justify="left" if name in names[:2] else "right", no_wrap=True)
-    for row in rows:
+    for row in (row for row in rows if row["status"] == "ok"):
         counts = (row[name] for name in ("active", "full", "partial", "unique_partial"))
         table.add_row(
             row["visibility"],

@@ -21,9 +21,9 @@ import rich.console
 from absl import flags as absl_flags
 
 from launch import flags
-from research.settings import fields
 from research.parallel import batch as parallel
 from research.runs.folder import SUMMARY
+from research.settings import fields
 from research.settings.config import read
 from research.sweeps import experiment
 from research.training import dry_run, run

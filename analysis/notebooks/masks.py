@@ -27,8 +27,9 @@ import numpy as np  # noqa: E402
 from IPython.display import Image, display  # noqa: E402
 
 from analysis import blocks, patterns, style  # noqa: E402
-from research.attention.visibility import PADDING, CompressedSparse, HeavilyCompressed, SlidingWindow  # noqa: E402
+from research.attention.visibility import PADDING  # noqa: E402
 from research.measure import masks  # noqa: E402
+from research.settings.config import Settings  # noqa: E402
 
 # %% [markdown]
 # 48 tokens, a window of 8, HCA's ratio 8, CSA's ratio 4 and top 3, its scores drawn at random. The rows of pictures are
@@ -56,17 +57,24 @@ display(Image(style.png(patterns.draw, panels)))
 
 # %%
 TOKENS, BLOCK = 2048, 128
-kinds = (SlidingWindow(128), HeavilyCompressed(128, ratio=4), *2 * [CompressedSparse(128, ratio=4, top_k=64)])
-names = ("closed_form", "closed_form", "hybrid", "dynamic")
-requests = [masks.Request(kind, name, TOKENS, BLOCK, BLOCK, 3) for kind, name in zip(kinds, names, strict=True)]
-display(Image(style.png(blocks.draw, requests)))
+attention = {"backend": "splash", "hca_ratio": 4, "block_q": BLOCK, "block_kv": BLOCK, "dq_reduction_steps": 3}
+settings = Settings().replace(data={"seq_len": TOKENS}, attention=attention)
+ways = (("sliding", "schedule", "closed_form"), ("hca", "schedule", "closed_form"))
+ways += tuple(("csa", "csa_schedule", name) for name in ("hybrid", "dynamic"))
+programs = [
+    program
+    for kind, field, name in ways
+    for program in masks.programs(settings.replace(model={"layers": (kind,)}, attention={field: name}))
+]
+display(Image(style.png(blocks.draw, programs)))
 
 # %% [markdown]
 # What they cost: `useful` is the share of the pairs in visited blocks that are visible, bytes are those of both
 # kernels' masks on the device. Blocks that look alike share one mask, where it is known before the program runs.
 
 # %%
-for row in map(masks.measure, requests):
+for program, (kind, *_) in zip(programs, ways, strict=True):
+    row = masks.measure(program)
     counts = f"{row['full']} full, {row['partial']} partial blocks, {row['unique_partial']} masks held"
     size = f"{row['hbm_bytes'] / 2**20:.2f} MiB"
-    print(f"{row['visibility']:8}{row['schedule']:12} {counts}, {size}, useful {row['useful_fraction']:.0%}")
+    print(f"{kind:8}{row['schedule']:12} {counts}, {size}, useful {row['useful_fraction']:.0%}")

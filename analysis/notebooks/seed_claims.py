@@ -50,7 +50,7 @@ display(Image(style.png(claims.draw, module.claims(rows))))
 # The same in words:
 
 # %%
-print("\n".join(module.report_aot(rows)))
+print("\n".join(module.report(rows)))
 
 # %% [markdown]
 # Forward and backward of everything that was tried, failures included:

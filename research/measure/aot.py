@@ -1,16 +1,11 @@
-"""Compiles for a TPU that is not there: `python -m research.measure.aot POINT.json` prints a JSON row per program.
+"""Compiles for a TPU that is not there: what a program needs, and whether it fits.
 
-The real compilers run, on abstract arguments, and answer what a program needs and whether it fits; nothing is executed.
-A process of its own for every point, its environment set by `environment`: a crash or a hang loses that point only.
+The real compilers run, on abstract arguments; nothing is executed. A process of its own for every program, its
+environment set by `ENVIRONMENT`: a crash or a hang loses that program only.
 """
 
 import dataclasses
 import functools
-import hashlib
-import importlib.metadata
-import json
-import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,71 +13,55 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import ml_collections
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from research import config as config_lib
-from research import errors, fields, hardware
-from research.attention import backends
-from research.attention.backends.splash import attend, schedules
+from research import errors, hardware
+from research.attention.attend import Documents, Effective
+from research.attention.backends.splash import attend as splash
 from research.attention.layer.attention import Attention
-from research.measure import apart, op, roofline
+from research.attention.spec import Spec
+from research.measure import roofline
+from research.measure.op import Op
+from research.measure.program import Program, attention_alone, keep, versions
 from research.model import language_model
-from research.model import spec as model_spec
-from research.sweeps import sweep
+from research.settings.config import Settings
 from research.training import optimizer as optimizer_lib
 from research.training import step as step_lib
 
 PHASES = {"op": ("forward", "forward_backward"), "layer": ("forward_backward",), "step": ("update",)}
-_GROUPS = {"op": ("model", "attention"), "layer": ("model", "attention", "rope")}
-_GROUPS["step"] = (*_GROUPS["layer"], "optimizer", "train")
+APART = True
+# To be set before jax is imported, for libtpu to load where no TPU is, and more than once.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """What to compile.
-
-    Attributes:
-      topology: as `config.aot.topology`; the program is for one of its devices.
-      what: op (one attention), layer (with its projections) or step (an update of the model).
-      batch: sequences.
-      seq_len: tokens of a sequence.
-      settings: JSON of the groups of the config that matter to `what`.
-    """
-
-    topology: str
-    what: str
-    batch: int
-    seq_len: int
-    settings: str
-
-    def key(self) -> str:
-        """Names the point and the versions that compile it."""
-        text = json.dumps(dataclasses.asdict(self) | versions(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def config(self) -> ml_collections.ConfigDict:
-        """A full config in which the point's settings hold."""
-        config = config_lib.base_config()
-        for group, settings in json.loads(self.settings).items():
-            config[group].update(settings)
-        config.data.seq_len, config.data.batch_size = self.seq_len, self.batch
-        return config
+def programs(settings: Settings, platform: str = "tpu") -> list[Program]:
+    """An op or layer for each kind of attention, a step for the model."""
+    del platform
+    topology, found = {"topology": settings.aot.topology}, []
+    for what in settings.aot.what:
+        if what == "step":
+            kept = [keep(settings, "model", "attention", "rope", "optimizer", "train")]
+        elif what == "layer":
+            alone = [settings.of_kind(kind) for kind in dict.fromkeys(settings.model.layers)]
+            kept = [keep(one, "model", "attention", "rope") for one in alone]
+        else:
+            kept = [attention_alone(settings, kind) for kind in dict.fromkeys(settings.model.layers)]
+        found += [Program("aot", what, one.replace(aot=topology)) for one in kept]
+    return found
 
 
-def plan(target: str, common: fields.Overrides) -> list[tuple[fields.Overrides, Point, float]]:
-    """The distinct points of an experiment's sweep, each with its overrides and time-out in seconds.
-
-    Raises:
-      ConfigError: a point is invalid; names every such point. Lists that do not fit the scalar memory are no error.
-    """
-    points = {}
-    for overrides, config in sweep.configs(target, common, "tpu", checks_memory=False):
-        for point in of_config(config):
-            points.setdefault(point, (overrides, point, config.aot.timeout_minutes * 60))
-    return list(points.values())
+def timeout(settings: Settings) -> float:
+    """Seconds for one program."""
+    return settings.aot.timeout_minutes * 60
 
 
 def chip_of(topology: str) -> hardware.Chip:
@@ -90,100 +69,42 @@ def chip_of(topology: str) -> hardware.Chip:
     return next(chip for chip in hardware.CHIPS.values() if chip.name == topology.partition(":")[0])
 
 
-def of_config(config: ml_collections.ConfigDict) -> list[Point]:
-    """The points of a config: an op or layer for each kind of attention, a step for the model."""
-    points = []
-    for what in config.aot.what:
-        patterns = (
-            [tuple(config.model.layers)] if what == "step" else [(k,) for k in dict.fromkeys(config.model.layers)]
-        )
-        for layers in patterns:
-            settings = {group: config[group].to_dict() for group in _GROUPS[what]}
-            settings["model"] |= {"layers": layers} | ({} if what == "step" else {"repeats": 1})
-            if what == "op":
-                settings["model"] = {name: settings["model"][name] for name in ("layers", "dtype")}
-            size = (config.data.batch_size, config.data.seq_len)
-            text = json.dumps(settings, sort_keys=True)
-            points.append(Point(config.aot.topology, what, *size, text))
-    return points
+def identify(program: Program) -> dict[str, Any]:
+    """See `Program.identify`; and the topology."""
+    found = {"versions": versions("jax", "libtpu", "tokamax"), "topology": program.settings.aot.topology}
+    return program.identify() | found
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that make the program."""
-    return {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "tokamax")}
-
-
-def environment() -> dict[str, str]:
-    """Variables to be set before jax is imported, for libtpu to load where no TPU is, and more than once."""
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-        "TPU_ACCELERATOR_TYPE": "v5p-8",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-
-
-def rows(point: Point) -> Iterator[dict[str, Any]]:
+def rows(program: Program) -> Iterator[dict[str, Any]]:
     """A row per phase, as soon as it is compiled or has failed; bytes, seconds and, labelled as such, the roofline.
 
-    Needs `environment`. What does not fit the scalar memory is left to the compiler to refuse.
+    What does not fit the scalar memory is left to the compiler to refuse.
     """
-    device = topologies.get_topology_desc(platform="tpu", topology_name=point.topology).devices[0]
-    config = point.config()
-    spec = model_spec.from_config(config, "tpu", checks_memory=False)
-    common, host_seconds = identify(point), {}
+    settings, what = program.settings, program.what
+    device = topologies.get_topology_desc(platform="tpu", topology_name=settings.aot.topology).devices[0]
+    spec = Spec.make(settings, "tpu", checks_memory=False)
+    common = identify(program)
     try:
-        effective, host_seconds = _resolve(point, spec)
+        start = time.perf_counter()
+        effective = _effective(spec, what)
+        host_seconds = {"schedule_seconds": time.perf_counter() - start}
         common["effective"] = effective if len(effective) > 1 else next(iter(effective.values()))
         common["schedule"] = "+".join(dict.fromkeys(e.get("schedule", "") for e in effective.values()))
-        build = {"op": _op, "layer": _layer, "step": _step}[point.what]
-        programs = build(point, config, spec, effective)
+        compiled = {"op": _op, "layer": _layer, "step": _step}[what](spec)
     except Exception as error:
-        yield from (common | {"phase": phase, **failure(error)} for phase in PHASES[point.what])
+        yield from (common | {"phase": phase, **failure(error)} for phase in PHASES[what])
         return
-    for phase in PHASES[point.what]:
-        row = common | {"phase": phase, **host_seconds}
-        program, arguments, donated, cost = programs[phase]
+    for phase in PHASES[what]:
+        row, asked = common | {"phase": phase, **host_seconds}, compiled[phase]
+        cost = asked.cost
         try:
-            row |= _compile(device, program, arguments, donated, free_layout=point.what == "op")
-            if point.what != "op":
+            row |= _compile(device, asked, free_layout=what == "op")
+            if what != "op":
                 cost += roofline.Cost(0, 0, row["argument_bytes"] + row["output_bytes"])
         except Exception as error:
             row |= failure(error)
-        chip = chip_of(point.topology)
+        chip = chip_of(settings.aot.topology)
         yield row | roofline.bound(cost, chip) | {"chip": chip.name}
-
-
-def identify(point: Point) -> dict[str, Any]:
-    """What every row of a point says of it, also when nothing came of it."""
-    settings = json.loads(point.settings)
-    attention = settings["attention"]
-    return {
-        "key": point.key(),
-        "topology": point.topology,
-        "what": point.what,
-        "visibility": "+".join(settings["model"]["layers"]),
-        "backend": attention["backend"],
-        "schedule": attention["schedule"],
-        "batch": point.batch,
-        "seq_len": point.seq_len,
-        "heads": attention["heads"],
-        "head_width": attention["head_width"],
-        "dtype": settings["model"]["dtype"],
-        "requested": {name: attention[name] for name in ("csa_schedule", *backends.Options.__dataclass_fields__)},
-        "versions": versions(),
-    }
-
-
-def run(point: Point, timeout: float) -> list[dict[str, Any]]:
-    """`rows` from a process of its own; programs that a crash or the time-out, in seconds, swallowed say so."""
-    text = json.dumps(dataclasses.asdict(point))
-    found, ending, message = apart.run("research.measure.aot", text, timeout, environment())
-    known = {row["phase"] for row in found}
-    lost = identify(point) | {"status": ending, "message": message}
-    return found + [lost | {"phase": phase} for phase in PHASES[point.what] if phase not in known]
 
 
 def failure(error: Exception) -> dict[str, Any]:
@@ -194,113 +115,77 @@ def failure(error: Exception) -> dict[str, Any]:
     return columns
 
 
-def _resolve(point: Point, spec: model_spec.ModelSpec) -> tuple[dict[str, backends.Effective], dict[str, float]]:
-    """Effective settings by kind of layer, and the seconds it took to build what schedules the host makes."""
-    effective, start = {}, time.perf_counter()
-    backend = backends.get(spec.attention.backend)
-    for kind in dict.fromkeys(spec.layers):
-        visibility = spec.attention.visibility(kind)
-        heads = spec.attention.heads if point.what == "op" else spec.attention.heads_of_attend
-        shape = (point.seq_len, heads, spec.attention.head_width, spec.dtype)
-        how = {"packed": point.what == "step", "target": spec.attention.target}
-        settings = backend.resolve(visibility, *shape, spec.attention.options(kind), **how)
-        effective[kind] = {"backend": spec.attention.backend, **settings}
-        if spec.attention.backend == "splash" and (build := schedules.TABLE[settings["schedule"]].host):
-            build(*attend.kernel_of(visibility, point.seq_len, settings))
-    return effective, {"schedule_seconds": time.perf_counter() - start}
+def _effective(spec: Spec, what: str) -> dict[str, Effective]:
+    """Effective settings by kind of layer; builds what schedules the host makes of them, and keeps it."""
+    effective = {}
+    for kind in spec.kinds:
+        attend, sizes = spec.attend(kind), spec.sizes(packed=what == "step")
+        effective[kind] = attend.effective(sizes)
+        if spec.backend == "splash":
+            splash.build_host(attend, sizes, effective[kind])
+    return effective
 
 
-Program = tuple[Callable, tuple, tuple[int, ...], roofline.Cost]  # with abstract arguments, and which are donated
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A program to compile for abstract arguments, of which some are donated, and what it costs by its roofline."""
+
+    function: Callable
+    arguments: tuple
+    cost: roofline.Cost
+    donated: tuple[int, ...] = ()
 
 
-def _op(point, config, spec, effective) -> dict[str, Program]:
-    del config
-    (kind,) = effective
-    single = op_point(point.batch, point.seq_len, spec, kind)
-    arguments, selected = jax.eval_shape(functools.partial(op.arguments, single))
+def _op(spec: Spec) -> dict[str, _Asked]:
+    op = Op.make(spec, *spec.kinds)
+    arguments, selected = jax.eval_shape(op.arguments)
 
-    def forward(arguments, selected):
-        return op.attend(single, arguments, selected, spec.attention.target)
-
-    def forward_backward(arguments, selected, d_out):
-        out, pull_back = jax.vjp(lambda arguments: forward(arguments, selected), arguments)
+    def forward_backward(arguments: dict, selected: jax.Array | None, d_out: jax.Array) -> tuple[jax.Array, tuple]:
+        out, pull_back = jax.vjp(lambda arguments: op(arguments, selected), arguments)
         return out, pull_back(d_out)
 
-    costs = {phase: roofline.of_op(single, effective[kind], phase) for phase in PHASES["op"]}
+    costs = {phase: roofline.of_op(op, phase) for phase in PHASES["op"]}
     return {
-        "forward": (forward, (arguments, selected), (), costs["forward"]),
-        "forward_backward": (
-            forward_backward,
-            (arguments, selected, arguments["q"]),
-            (),
-            costs["forward_backward"],
-        ),
+        "forward": _Asked(op, (arguments, selected), costs["forward"]),
+        "forward_backward": _Asked(forward_backward, (arguments, selected, arguments["q"]), costs["forward_backward"]),
     }
 
 
-def _layer(point, config, spec, effective) -> dict[str, Program]:
-    (kind,) = effective
+def _layer(spec: Spec) -> dict[str, _Asked]:
+    settings, (kind,) = spec.settings, spec.kinds
+    size = settings.data.batch_size, settings.data.seq_len
 
     @hk.transform
-    def layer(x, positions):
-        return Attention(spec.attention, spec.rope, kind, spec.hidden, spec.norm_eps, spec.dtype)(x, positions)[0]
+    def layer(x: jax.Array, positions: jax.Array) -> jax.Array:
+        documents = dataclasses.replace(Documents.whole(*size), positions=positions)
+        return Attention(spec, kind)(x, documents)[0]
 
-    x = jax.ShapeDtypeStruct((point.batch, point.seq_len, spec.hidden), spec.dtype)
-    positions = jax.ShapeDtypeStruct((point.batch, point.seq_len), jnp.int32)
+    x = jax.ShapeDtypeStruct((*size, settings.model.hidden), settings.model.dtype)
+    positions = jax.ShapeDtypeStruct(size, jnp.int32)
     params = jax.eval_shape(layer.init, jax.random.key(0), x, positions)
 
-    def forward_backward(params, x, positions, d_out):
+    def forward_backward(
+        params: hk.Params, x: jax.Array, positions: jax.Array, d_out: jax.Array
+    ) -> tuple[jax.Array, tuple]:
         out, pull_back = jax.vjp(lambda params, x: layer.apply(params, None, x, positions), params, x)
         return out, pull_back(d_out)
 
-    cost = _attention_cost(point, spec, effective)
-    learns = spec.attention.trains_indexer
-    cost += roofline.of_matrices(params, point.batch * point.seq_len, indexer_learns=learns)
-    return {"forward_backward": (forward_backward, (params, x, positions, x), (), cost)}
+    cost = roofline.of_attention(spec) + roofline.of_matrices(spec, params)
+    return {"forward_backward": _Asked(forward_backward, (params, x, positions, x), cost)}
 
 
-def _step(point, config, spec, effective) -> dict[str, Program]:
-    optimizer = optimizer_lib.build(config)
-    state = jax.eval_shape(lambda: step_lib.init(spec, optimizer, 0))
-    tokens = jax.ShapeDtypeStruct((point.batch, point.seq_len), jnp.int32)
+def _step(spec: Spec) -> dict[str, _Asked]:
+    settings, optimizer = spec.settings, optimizer_lib.build(spec)
+    state = jax.eval_shape(functools.partial(step_lib.init, spec, optimizer, 0))
+    tokens = jax.ShapeDtypeStruct((settings.data.batch_size, settings.data.seq_len), jnp.int32)
     batch = dict.fromkeys(("inputs", "targets", "positions", "segments"), tokens)
-    update = step_lib.make_update(language_model.build(spec), optimizer, spec.attention)
-    cost = _attention_cost(point, spec, effective)
-    unused = () if spec.tied_head else ("embed",)
-    learns = spec.attention.trains_indexer
-    cost += roofline.of_matrices(state.params, point.batch * point.seq_len, indexer_learns=learns, unused=unused)
-    return {"update": (update, (state, batch), (0,), cost)}
+    update = step_lib.make_update(spec, language_model.build(spec), optimizer)
+    unused = () if settings.model.tied_head else ("embed",)
+    cost = roofline.of_attention(spec) + roofline.of_matrices(spec, state.params, unused=unused)
+    return {"update": _Asked(update, (state, batch), cost, donated=(0,))}
 
 
-def op_point(batch: int, seq_len: int, spec: model_spec.ModelSpec, kind: str) -> op.Point:
-    """The attention of a layer of that kind."""
-    return op.Point(
-        backend=spec.attention.backend,
-        options=spec.attention.options(kind),
-        visibility=spec.attention.visibility(kind),
-        batch=batch,
-        seq_len=seq_len,
-        heads=spec.attention.heads,
-        head_width=spec.attention.head_width,
-        dtype=spec.dtype,
-        repeats=0,
-    )
-
-
-def _attention_cost(point: Point, spec: model_spec.ModelSpec, effective) -> roofline.Cost:
-    """Forward and backward of all layers' attentions, with their indexers."""
-    cost = roofline.Cost(0, 0, 0)
-    for kind in spec.layers * spec.repeats:
-        single = op_point(point.batch, point.seq_len, spec, kind)
-        cost += roofline.of_op(single, effective[kind], "forward_backward")
-        if kind == "csa":
-            index = (spec.attention.index_heads, spec.attention.index_head_width)
-            entries = single.visibility.num_entries(point.seq_len)
-            cost += roofline.of_index(point.batch, point.seq_len, entries, *index, learns=spec.attention.trains_indexer)
-    return cost
-
-
-def _compile(device, program, arguments, donated, *, free_layout: bool) -> dict[str, Any]:
+def _compile(device: Any, asked: _Asked, *, free_layout: bool) -> dict[str, Any]:
     """Lowers and compiles for the device.
 
     With `free_layout` the compiler lays out arguments and results as it likes, as it does inside a model; else in rows.
@@ -309,8 +194,8 @@ def _compile(device, program, arguments, donated, *, free_layout: bool) -> dict[
     if free_layout:
         placed = Format(Layout.AUTO, placed)
     start = time.perf_counter()
-    jitted = jax.jit(program, in_shardings=placed, out_shardings=placed, donate_argnums=donated)
-    lowered = jitted.trace(*arguments).lower(lowering_platforms=("tpu",))
+    jitted = jax.jit(asked.function, in_shardings=placed, out_shardings=placed, donate_argnums=asked.donated)
+    lowered = jitted.trace(*asked.arguments).lower(lowering_platforms=("tpu",))
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
@@ -324,8 +209,3 @@ def _compile(device, program, arguments, donated, *, free_layout: bool) -> dict[
         "peak_bytes": memory.peak_memory_in_bytes,
         "status": "ok",
     }
-
-
-if __name__ == "__main__":
-    for found in rows(Point(**json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")))):
-        print(json.dumps(found), flush=True)

@@ -1,19 +1,19 @@
-"""Our whole attention layer beside Hugging Face transformers' eager one, a process for every measurement.
+"""Our whole attention layer beside Hugging Face transformers' eager one: forward and backward, batch 1, float32."""
 
-python -m research.measure.peers KIND SEQ_LEN ours|peer      # prints seconds and peak bytes as JSON
-"""
-
-import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from research import errors
+from research.measure.program import Program, keep, versions
+from research.settings.config import Settings
+
+PHASES = {"ours": ("forward_backward",), "peer": ("forward_backward",)}
+APART = True
+ENVIRONMENT: dict[str, str] = {}
 # The layer's sizes; window, ratios and rope are DeepSeek-V4's.
-HIDDEN = 256
 SIZES = {
     "heads": 8,
     "head_width": 64,
@@ -24,67 +24,94 @@ SIZES = {
     "index_heads": 4,
     "index_head_width": 32,
     "top_k": 512,
+    "indexer_loss_weight": 0.0,  # the peer has no such loss
 }
-REPEATS = 3
-THREADS = 2
+_HIDDEN = 256
+_REPEATS = 3
+_THREADS = 2
 
 
-def row(kind: str, seq_len: int) -> dict[str, Any]:
-    """Forward and backward of one layer, batch 1, float32: ours, the peer's, and the ratio of times."""
-    ours, peer = (_apart(kind, seq_len, side) for side in ("ours", "peer"))
+def programs(settings: Settings, platform: str) -> list[Program]:
+    """Both sides, for each kind of layer."""
+    del platform
+    found = []
+    for kind in dict.fromkeys(settings.model.layers):
+        kept = keep(settings.of_kind(kind), model={"layers": (kind,), "hidden": _HIDDEN}, attention=SIZES)
+        found += [Program("peers", side, kept.replace(data={"batch_size": 1})) for side in PHASES]
+    return found
+
+
+def timeout(settings: Settings) -> float:
+    """Seconds for one program."""
+    return settings.bench.timeout_minutes * 60
+
+
+def identify(program: Program) -> dict[str, Any]:
+    """The side, the kind of layer, its length, and the versions."""
+    packages = ("jax", "jaxlib") if program.what == "ours" else ("torch", "transformers")
+    (kind,) = program.settings.model.layers
     return {
-        "kind": kind,
-        "seq_len": seq_len,
-        "ours_seconds": ours["seconds"],
-        "peer_seconds": peer["seconds"],
-        "ratio": peer["seconds"] / ours["seconds"],
-        "ours_peak_bytes": ours["peak_bytes"],
-        "peer_peak_bytes": peer["peak_bytes"],
+        "side": program.what,
+        "visibility": kind,
+        "seq_len": program.settings.data.seq_len,
+        "versions": versions(*packages),
     }
 
 
-def _apart(kind: str, seq_len: int, side: str) -> dict[str, float]:
-    command = (sys.executable, "-m", "research.measure.peers", kind, str(seq_len), side)
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+def rows(program: Program) -> Iterator[dict[str, Any]]:
+    """The one row of a side: the median time, and the peak of the process's memory."""
+    common = identify(program) | {"phase": "forward_backward"}
+    try:
+        yield common | _measure(program)
+    except Exception as error:
+        yield common | {"status": errors.kind(error), "message": str(error)[:2000]}
 
 
-def _ours(kind: str, seq_len: int) -> Callable[[], Any]:
+def _measure(program: Program) -> dict[str, Any]:
+    step = {"ours": _ours, "peer": _peer}[program.what](program.settings)
+    step()
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": statistics.median(times), "peak_bytes": peak, "status": "ok"}
+
+
+def _ours(settings: Settings) -> Callable[[], Any]:
     import haiku as hk
     import jax
-    import jax.numpy as jnp
 
+    from research.attention.attend import Documents
     from research.attention.layer.attention import Attention
-    from research.model import spec as model_spec
-    from research.settings.config import base_config
+    from research.attention.spec import Spec
 
-    config = base_config()
-    config.attention.update(SIZES)
-    config.attention.indexer_loss_weight = 0.0  # the peer has no such loss
-    spec = model_spec.from_config(config)
-    layer = hk.transform(lambda x, t: Attention(spec.attention, spec.rope, kind, HIDDEN, 1e-6, "float32")(x, t))
-    x = jax.random.normal(jax.random.key(0), (1, seq_len, HIDDEN))
-    positions = jnp.arange(seq_len, dtype=jnp.int32)[None]
-    params = jax.jit(layer.init)(jax.random.key(1), x[:, :128], positions[:, :128])
+    spec, seq_len = Spec.make(settings), settings.data.seq_len
+    layer = hk.transform(lambda x: Attention(spec, *spec.kinds)(x, Documents.whole(*x.shape[:2])))
+    x = jax.random.normal(jax.random.key(0), (1, seq_len, _HIDDEN))
+    params = jax.jit(layer.init)(jax.random.key(1), x[:, :128])
 
-    def loss(params, x):
-        return layer.apply(params, None, x, positions)[0].sum()
+    def loss(params: hk.Params, x: jax.Array) -> jax.Array:
+        return layer.apply(params, None, x)[0].sum()
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
     return lambda: jax.block_until_ready(compiled(params, x))
 
 
-def _peer(kind: str, seq_len: int) -> Callable[[], Any]:
+def _peer(settings: Settings) -> Callable[[], Any]:
     import torch
     from transformers.models.deepseek_v4 import configuration_deepseek_v4, modeling_deepseek_v4
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(_THREADS)
     torch.manual_seed(0)
+    (kind,), seq_len = settings.model.layers, settings.data.seq_len
     layer_type = {"sliding": "sliding", "csa": "compressed_sparse", "hca": "heavily_compressed"}[kind]
     config = configuration_deepseek_v4.DeepseekV4Config(
         num_hidden_layers=1,
         layer_types=[f"{layer_type}_attention"],
         mlp_layer_types=["moe"],
-        hidden_size=HIDDEN,
+        hidden_size=_HIDDEN,
         num_attention_heads=SIZES["heads"],
         head_dim=SIZES["head_width"],
         partial_rotary_factor=SIZES["rope_width"] / SIZES["head_width"],
@@ -99,7 +126,7 @@ def _peer(kind: str, seq_len: int) -> Callable[[], Any]:
     layer = modeling_deepseek_v4.DeepseekV4Attention(config, layer_idx=0).float()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    x = torch.randn(1, seq_len, HIDDEN, requires_grad=True)
+    x = torch.randn(1, seq_len, _HIDDEN, requires_grad=True)
     positions = torch.arange(seq_len)[None]
     behind = positions.T - positions
     unseen = (behind < 0) | (behind >= config.sliding_window)
@@ -107,27 +134,10 @@ def _peer(kind: str, seq_len: int) -> Callable[[], Any]:
     rotary = modeling_deepseek_v4.DeepseekV4RotaryEmbedding(config)
     angles = {label: rotary(x, positions, layer_type=label) for label in ("main", "compress")}
 
-    def step():
+    def step() -> None:
         layer.zero_grad()
         x.grad = None
         out, _ = layer(x, position_embeddings=angles, position_ids=positions, attention_mask=mask)
         out.sum().backward()
 
     return step
-
-
-def main(kind: str, seq_len: str, side: str) -> None:
-    """Times one side and prints the median, and the peak of the process's memory."""
-    step = {"ours": _ours, "peer": _peer}[side](kind, int(seq_len))
-    step()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": statistics.median(times), "peak_bytes": peak}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,49 +3,41 @@
 import itertools
 from typing import Any
 
-import ml_collections
-
-from research import config as config_lib
-from research.errors import ConfigError
+from research.attention.spec import Spec
+from research.errors import ConfigError, SettingError
 from research.measure import aot, roofline
-from research.model import spec as model_spec
-from research.settings import fields
+from research.measure.op import Op
+from research.measure.pipeline import Planned
+from research.settings.config import Settings
+from research.validation import validate
 
 SIZES = (128, 256, 512, 1024, 2048)
 _KEPT = 4  # pairs of blocks of each kernel that are compiled, of those with the lowest roofline
 _BEATS = ("peak_bytes", "roofline_seconds", "compile_seconds")
 
 
-def plan(config: ml_collections.ConfigDict) -> list[tuple[fields.Overrides, aot.Point, float]]:
-    """Settings to be compiled for a config with one kind of layer, as `aot.plan` gives them.
+def plan(settings: Settings) -> list[Planned]:
+    """Settings to be compiled for a config with one kind of layer, as `pipeline.plan` gives them.
 
     Of all legal pairs of blocks those with the lowest rooflines, forward and backward apart, in every combination, each
     with all heads in a call, an eighth of them, and one.
 
     Raises:
-      ConfigError: the config has several kinds of layers, or one that has no blocks to choose.
+      SettingError: the config has several kinds of layers, or one that has no blocks to choose.
     """
-    kinds = set(config.model.layers)
-    if len(kinds) > 1:
-        raise ConfigError(f"config.model.layers={config.model.layers}: must be of one kind, for a search")
-    if (name := model_spec.from_config(config, "tpu").attention.backend) != "splash":
-        raise ConfigError(f"config.attention.backend={name}: must be splash, for a search")
-    heads = config.attention.heads
+    if len(set(settings.model.layers)) > 1:
+        raise settings.model.error("layers", "of one kind, for a search")
+    if (name := Spec.make(settings, "tpu").backend) != "splash":
+        raise SettingError("attention.backend", name, "splash, for a search")
+    heads = settings.attention.heads
     groups = sorted({0, max(heads // 8, 1), 1} - {heads})
     planned = []
-    for q, kv, q_dkv, kv_dkv in _blocks(config):
+    for blocks in _blocks(settings):
         for group in groups:
-            overrides = {
-                "attention.block_q": q,
-                "attention.block_kv": kv,
-                "attention.block_q_dkv": q_dkv,
-                "attention.block_kv_dkv": kv_dkv,
-                "attention.heads_per_call": group,
-            }
-            chosen = config.copy_and_resolve_references()
-            fields.override(chosen, overrides)
-            chosen.aot.what = ("op",)
-            planned += [(overrides, point, config.aot.timeout_minutes * 60) for point in aot.of_config(chosen)]
+            attention = {**blocks, "heads_per_call": group}
+            overrides = {f"attention.{field}": value for field, value in attention.items()}
+            chosen = settings.replace(attention=attention, aot={"what": ("op",)})
+            planned += [Planned(program, overrides, aot.timeout(settings)) for program in aot.programs(chosen)]
     return planned
 
 
@@ -61,22 +53,20 @@ def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(kept, key=lambda row: (row["roofline_seconds"], row["peak_bytes"]))
 
 
-def _blocks(config: ml_collections.ConfigDict) -> list[tuple[int, int, int, int]]:
-    """block_q, block_kv, block_q_dkv and block_kv_dkv, from the best pairs of each kernel."""
-    chip = aot.chip_of(config.aot.topology)
+def _blocks(settings: Settings) -> list[dict[str, int]]:
+    """Block sizes by the names of their settings, from the best pairs of each kernel."""
+    chip = aot.chip_of(settings.aot.topology)
     seconds: dict[str, list[tuple[float, tuple[int, int]]]] = {"forward": [], "backward": []}
     for pair in itertools.product(SIZES, SIZES):
-        chosen = config.copy_and_resolve_references()
-        chosen.attention.block_q, chosen.attention.block_kv = pair
+        chosen = settings.replace(attention={"block_q": pair[0], "block_kv": pair[1]})
         try:
-            config_lib.validate(chosen, "tpu")
+            spec = validate(chosen, "tpu")
         except ConfigError:
             continue  # no legal pair for this length, or one whose list of blocks does not fit
-        spec = model_spec.from_config(chosen, "tpu")
-        single = aot.op_point(chosen.data.batch_size, chosen.data.seq_len, spec, spec.layers[0])
-        effective = config_lib.effective(chosen, "tpu")[spec.layers[0]]
+        op = Op.make(spec, *spec.kinds)
         for phase, found in seconds.items():
-            cost = roofline.of_op(single, effective, phase)
-            found.append((roofline.bound(cost, chip)["roofline_seconds"], pair))
+            found.append((roofline.bound(roofline.of_op(op, phase), chip)["roofline_seconds"], pair))
     best = {phase: [pair for _, pair in sorted(found)[:_KEPT]] for phase, found in seconds.items()}
-    return [(*a, *b) for a, b in itertools.product(best["forward"], best["backward"])]
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv")
+    pairs = itertools.product(best["forward"], best["backward"])
+    return [dict(zip(names, (*forward, *backward), strict=True)) for forward, backward in pairs]

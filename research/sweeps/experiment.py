@@ -9,9 +9,8 @@ An experiment is a Python file that asks one question. It defines
                        points that must have finished before it
     HEADLINE           the numbers of `summary.json` that answer the question
     check(rows)        optional: reports on a finished sweep, and raises CheckError if it must not be trusted
-    report(rows)       optional: lines that answer the question from the rows of `launch/bench.py`
-    report_masks(rows) optional: the same from those of `launch/masks.py`
-    report_aot(rows)   optional: the same from those of `launch/aot.py`
+    REPORTS            optional: by measure (`bench`, `masks`, `aot`: the launchers' names) a function from its rows to
+                       lines that answer the question
 
 One rule for overrides, in every launcher and for presets alike. A field that no point sets takes the override in all
 points. A field that some point sets is the sweep's: each point has a value of it, its own or else the config's, and the

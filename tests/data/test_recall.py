@@ -129,8 +129,8 @@ def test_is_built_from_a_config():
         ({"data.task": "recall", "data.pairs": 6, "data.seq_len": 32}, r"config\.data\.pairs=6: must be from 1 to 5"),
         ({"data.task": "needle", "data.pairs": 1}, r"config\.data\.pairs=1: must be 0"),
         ({"data.task": "needle", "data.seq_len": 6}, r"config\.data\.seq_len=6: must be 7 or more for a needle"),
-        ({"data.task": "needle", "data.batch_size": 0}, r"config\.data\.batch_size=0: must be a positive integer"),
-        ({"data.task": "needle", "data.path": "x"}, r"config\.data\.path=x: must be left at its default"),
+        ({"data.task": "needle", "data.batch_size": 0}, r"config\.data\.batch_size=0: must be positive"),
+        ({"data.task": "needle", "data.path": "x"}, r"config\.data\.path='x': must be left at 'stdlib'"),
         ({"data.task": "needle", "data.align_starts": False}, r"config\.data\.align_starts=False: must be left"),
     ],
 )

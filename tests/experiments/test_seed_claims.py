@@ -41,7 +41,7 @@ def test_report_takes_each_claim_from_its_rows():
         row("closed_form", temp=6 * 2**20, heads=8),
         row("dynamic", temp=1, phase="forward"),
     ]
-    lines = [line.strip() for line in seed_claims.report_aot(rows)]
+    lines = [line.strip() for line in seed_claims.report(rows)]
     assert "001: static saves up to 48 % of dynamic's peak memory at 65,536 -> partly, 1 of 2" in lines
     assert "25 % of the peak, 25 % of the temporaries at 65,536" in lines
     assert "at 131,072 static is ok, dynamic out of SMEM" in lines
@@ -71,7 +71,7 @@ def test_layers_stand_beside_the_peers():
     layer = row("closed_form", temp=21932 * 2**20, compile_seconds=39.0, what="layer")
     dense = row("", 16384, status="out of HBM", what="layer", visibility="sliding", backend="dot_product")
     splash = row("closed_form", 16384, what="layer", visibility="sliding")
-    lines = [line.strip() for line in seed_claims.report_aot([layer, dense, splash])]
+    lines = [line.strip() for line in seed_claims.report([layer, dense, splash])]
     assert "21,932.0 MiB at 65,536, 0.50x MaxText's" in lines
     assert "39.0 s at 65,536, 0.10x MaxText's" in lines
     assert "layer at 16,384: dense out of HBM, splash ok" in lines

@@ -93,7 +93,9 @@ def parsed(command):
 
 @pytest.mark.filterwarnings("ignore:the load_module")
 # What is only compiled ahead of time holds points that no run could have.
-@pytest.mark.parametrize(("name", "arg"), [case for case in CASES if not hasattr(MODULES[case[0]], "report_aot")])
+@pytest.mark.parametrize(
+    ("name", "arg"), [case for case in CASES if "aot" not in getattr(MODULES[case[0]], "REPORTS", {})]
+)
 def test_agents_run_the_points_of_the_sweep(name, arg, tmp_path, monkeypatch):
     target, common = f"experiments/{name}.py:{arg}", {"seed": 3, "wandb.project": "some where, (here)"}
     if any(point.after for point in experiment.points(target)):

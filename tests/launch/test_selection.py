@@ -15,8 +15,8 @@ def launch(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
-def test_prints_a_row_a_point():
-    done = launch("selection.py", "--lengths=256", "--top_k=8")
+def test_prints_a_row_a_point(tmp_path):
+    done = launch("selection.py", "--lengths=256", "--top_k=8", f"--runs={tmp_path}")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [(row["way"], row["seq_len"], row["status"]) for row in rows] == [
@@ -39,3 +39,15 @@ def test_bad_input_is_one_error(name, flag, message):
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_masks_names_the_flag_that_is_impossible(tmp_path):
+    for flag, message in {
+        "--block=100": "--block=100: must be 0 (chosen for you) or a positive multiple of 128",
+        "--schedule=hybrid": "--schedule=hybrid: must be auto or one of captured, dynamic, static, ",
+        "--dq_reduction_steps=2": "--dq_reduction_steps=2: must be 0 (the schedule's own) or 3",
+    }.items():
+        done = launch("masks.py", flag, "--seq_len=1024", "--visibility=hca", f"--runs={tmp_path}")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"invalid config: {message}")
+        assert not list(tmp_path.iterdir())

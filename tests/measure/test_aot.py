@@ -1,18 +1,21 @@
 """Points and their rooflines without a compiler; and, with libtpu installed, what the real ones say."""
 
-import dataclasses
 import importlib.util
-import json
 
 import numpy as np
 import pytest
 
-from research import fields, hardware
-from research.attention import backends
+from research import hardware
+from research.attention.attend import Attend, Sizes, Target
+from research.attention.spec import Spec
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from research.errors import ConfigError
-from research.measure import aot, op, roofline, search
-from research.settings.config import base_config
+from research.measure import aot, pipeline, roofline, search
+from research.measure.op import Op
+from research.settings import fields
+from research.settings.attention import Kernel
+from research.settings.config import base_config, read
+from research.validation import validate
 from tests.oracles import visible
 
 needs_libtpu = pytest.mark.skipif(
@@ -25,15 +28,15 @@ def config_of(**overrides):
     config = base_config()
     names = {name.replace("__", "."): value for name, value in overrides.items()}
     fields.override(config, GROUPS | {"model.dtype": "bfloat16"} | names)
-    return config
+    return read(config)
 
 
 def points(**overrides):
-    return aot.of_config(config_of(**overrides))
+    return aot.programs(config_of(**overrides))
 
 
-def fake_versions():
-    return {"jax": "1", "libtpu": "2", "tokamax": "3"}
+def fake_versions(*packages):
+    return dict.fromkeys(packages, "1")
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def versions(monkeypatch):
 
 def test_ops_and_layers_are_points_by_kind_and_a_step_is_one():
     found = points(model__layers=("hca", "csa", "hca"), aot__what=("op", "layer", "step"))
-    layers = [tuple(json.loads(point.settings)["model"]["layers"]) for point in found]
+    layers = [point.settings.model.layers for point in found]
     assert list(zip([point.what for point in found], layers, strict=True)) == [
         ("op", ("hca",)),
         ("op", ("csa",)),
@@ -61,15 +64,15 @@ def test_a_point_is_the_same_whatever_does_not_concern_it():
 
 def test_key_tells_points_and_versions_apart(versions, monkeypatch):
     (first,), (second,) = points(model__layers=("hca",)), points(model__layers=("hca",), data__seq_len=1024)
-    keys = {first.key(), second.key()}
-    monkeypatch.setattr(aot, "versions", lambda: {**fake_versions(), "libtpu": "4"})
-    assert len(keys | {first.key()}) == 3
+    keys = {pipeline.key(first), pipeline.key(second)}
+    monkeypatch.setattr(aot, "versions", lambda *packages: fake_versions(*packages) | {"libtpu": "4"})
+    assert len(keys | {pipeline.key(first)}) == 3
 
 
-def test_the_config_of_a_point_holds_its_settings():
+def test_a_point_holds_the_settings_that_matter():
     (point,) = points(model__layers=("csa",), attention__top_k=7, data__seq_len=2048)
-    config = dataclasses.replace(point).config()
-    assert (config.attention.top_k, config.data.seq_len, config.model.layers) == (7, 2048, ("csa",))
+    settings = point.settings
+    assert (settings.attention.top_k, settings.data.seq_len, settings.model.layers) == (7, 2048, ("csa",))
 
 
 def test_chips_are_devices_as_jax_shows_them():
@@ -83,11 +86,9 @@ def test_chips_are_devices_as_jax_shows_them():
 
 @pytest.mark.parametrize("visibility", [SlidingWindow(100), HeavilyCompressed(128, 128)])
 def test_scheduled_flops_are_those_of_the_blocks_that_hold_a_visible_pair(visibility):
-    options = backends.Options("closed_form", block_q=128, block_kv=128, dq_reduction_steps=3)
-    point = op.Point("splash", options, visibility, 1, 640, 2, 16, "bfloat16", repeats=0)
-    how = {"packed": False, "target": backends.target("tpu")}
-    effective = backends.get("splash").resolve(visibility, 640, 2, 16, "bfloat16", options, **how)
-    cost = roofline.of_op(point, effective, "forward")
+    options = Kernel("closed_form", block_q=128, block_kv=128, dq_reduction_steps=3)
+    attend = Attend("splash", visibility, options, Target("tpu"))
+    cost = roofline.of_op(Op(attend, Sizes(640, 2, 16, "bfloat16", packed=False), 1), "forward")
     pairs = visible(visibility, np.zeros(640, int))
     entries = np.pad(pairs[:, 640:], ((0, 0), (0, -pairs[:, 640:].shape[1] % 128)))
     columns = np.concatenate([pairs[:, :640], entries], axis=1)
@@ -98,8 +99,8 @@ def test_scheduled_flops_are_those_of_the_blocks_that_hold_a_visible_pair(visibi
 
 
 def test_dense_attention_schedules_every_pair():
-    point = op.Point("dot_product", backends.DEFAULT, CompressedSparse(8, 4, 3), 2, 64, 2, 16, "float32", repeats=0)
-    cost = roofline.of_op(point, {}, "forward_backward")
+    attend = Attend("dot_product", CompressedSparse(8, 4, 3), Kernel(), Target("cpu"))
+    cost = roofline.of_op(Op(attend, Sizes(64, 2, 16, "float32"), 2), "forward_backward")
     assert cost.scheduled_flops == 7 * 2 * 64 * (64 + 16) * 16 * 2 * 2
 
 
@@ -112,12 +113,13 @@ def test_the_slower_side_bounds():
 
 def test_matrices_meet_every_token_and_vectors_none():
     params = {"a": {"w": np.zeros((3, 5)), "b": np.zeros(5)}, "a/indexer": {"w": np.zeros((2, 2))}}
-    flops = {
-        learns: roofline.of_matrices(params, 10, indexer_learns=learns).scheduled_flops for learns in (True, False)
+    size = {"data__seq_len": 10, "data__chunk_len": 0}
+    learns = {
+        weight: Spec.make(config_of(attention__indexer_loss_weight=weight, **size), "tpu") for weight in (1.0, 0.0)
     }
-    assert flops == {True: 2 * 10 * (15 + 4) * 3, False: 2 * 10 * (15 * 3 + 4)}
-    rest = roofline.of_matrices(params, 10, indexer_learns=True, unused=("indexer",))
-    assert rest.scheduled_flops == 2 * 10 * 15 * 3
+    flops = {weight: roofline.of_matrices(spec, params).scheduled_flops for weight, spec in learns.items()}
+    assert flops == {1.0: 2 * 10 * (15 + 4) * 3, 0.0: 2 * 10 * (15 * 3 + 4)}
+    assert roofline.of_matrices(learns[1.0], params, unused=("indexer",)).scheduled_flops == 2 * 10 * 15 * 3
 
 
 def row(peak, seconds, compile_seconds, **others):
@@ -133,22 +135,22 @@ def test_front_holds_what_nothing_beats():
 
 def test_search_tries_legal_blocks_and_groups():
     planned = search.plan(config_of(model__layers=("hca",), attention__backend="splash", data__seq_len=1024))
-    assert len({point for _, point, _ in planned}) == len(planned) == 4 * 4 * 2
-    assert {overrides["attention.heads_per_call"] for overrides, *_ in planned} == {0, 1}
-    assert all(overrides["attention.block_q"] <= 1024 for overrides, *_ in planned)
+    assert len({program for program, *_ in planned}) == len(planned) == 4 * 4 * 2
+    assert {overrides["attention.heads_per_call"] for _, overrides, _ in planned} == {0, 1}
+    assert all(overrides["attention.block_q"] <= 1024 for _, overrides, _ in planned)
 
 
 def test_search_wants_one_kind_of_splash():
     with pytest.raises(ConfigError, match=r"config\.model\.layers=.*: must be of one kind"):
         search.plan(config_of(attention__backend="splash"))
-    with pytest.raises(ConfigError, match=r"config\.attention\.backend=blockwise: must be splash"):
+    with pytest.raises(ConfigError, match=r"config\.attention\.backend='blockwise': must be splash"):
         search.plan(config_of(model__layers=("hca",), attention__backend="blockwise"))
 
 
 def test_what_a_crash_swallowed_is_rows_that_say_so(versions, monkeypatch):
     (point,) = points(model__layers=("hca",))
-    monkeypatch.setattr(aot.apart, "run", lambda *_: aot.apart.Outcome([], "killed by SIGSEGV", "the end"))
-    rows = aot.run(point, 1.0)
+    monkeypatch.setattr(pipeline.apart, "run", lambda *_: pipeline.apart.Outcome([], "killed by SIGSEGV", "the end"))
+    rows = list(pipeline.run(point, 1.0))
     assert [(row["phase"], row["status"]) for row in rows] == [
         ("forward", "killed by SIGSEGV"),
         ("forward_backward", "killed by SIGSEGV"),
@@ -160,7 +162,7 @@ def test_what_a_crash_swallowed_is_rows_that_say_so(versions, monkeypatch):
 @pytest.mark.parametrize(("kind", "what"), [("hca", "op"), ("csa", "op"), ("hca", "layer"), ("csa", "step")])
 def test_compiles_for_a_chip(topology, kind, what):
     (point,) = points(model__layers=(kind,), aot__what=(what,), aot__topology=topology, data__seq_len=512)
-    rows = aot.run(point, timeout=300)
+    rows = list(pipeline.run(point, timeout=300))
     assert [row["status"] for row in rows] == ["ok"] * len(aot.PHASES[what]), rows[0].get("message")
     for row in rows:
         assert row["chip"] == topology.partition(":")[0]
@@ -171,7 +173,7 @@ def test_compiles_for_a_chip(topology, kind, what):
 @needs_libtpu
 def test_a_kernel_beyond_its_vector_memory_says_so():
     tight = points(model__layers=("hca",), attention__vmem_limit_kib=512, data__seq_len=1024)
-    rows = aot.run(tight[0], timeout=300)
+    rows = list(pipeline.run(tight[0], timeout=300))
     assert rows[-1]["status"] == "out of VMEM"
     assert rows[-1]["needed_bytes"] > rows[-1]["available_bytes"] == 512 * 1024
 
@@ -180,8 +182,7 @@ def test_a_kernel_beyond_its_vector_memory_says_so():
 def test_the_compiler_refuses_the_lists_that_we_would():
     asked = {"attention__schedule": "dynamic", "attention__backend": "splash", "attention__block_q": 128}
     (point,) = points(model__layers=("sliding",), data__seq_len=32768, attention__block_kv=128, **asked)
-    rows = aot.run(point, timeout=300)
+    rows = list(pipeline.run(point, timeout=300))
     assert {row["status"] for row in rows} == {"out of SMEM"}
-    config = point.config()
     with pytest.raises(ConfigError, match=r"of scalar memory, a TPU core has"):
-        aot.config_lib.validate(config, "tpu")
+        validate(point.settings, "tpu")

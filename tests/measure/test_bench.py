@@ -1,22 +1,30 @@
-import dataclasses
 import pathlib
 
 import pytest
 
 from research import errors
-from research.attention import backends
-from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
+from research.attention.spec import Spec
 from research.errors import ConfigError
-from research.measure import bench, op
+from research.measure import bench, pipeline
+from research.measure.op import Op
+from research.settings.config import Settings
 from research.sweeps import experiment
 
-POINT = op.Point("blockwise", backends.DEFAULT, HeavilyCompressed(8, 16), 1, 64, 2, 16, "float32", repeats=2)
+SIZES = {"window": 8, "hca_ratio": 16, "heads": 2, "head_width": 16}
+SETTINGS = Settings().replace(
+    model={"layers": ("hca",)},
+    attention={"backend": "blockwise", **SIZES},
+    data={"seq_len": 64, "batch_size": 1},
+    bench={"repeats": 2},
+)
+(POINT,) = bench.programs(SETTINGS, "cpu")
+PHASES = list(bench.PHASES["op"])
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 
 
 def test_rows_say_what_was_asked_what_took_effect_and_what_it_cost():
-    rows = list(op.rows(POINT))
-    assert [row["phase"] for row in rows] == list(op.PHASES)
+    rows = list(bench.rows(POINT))
+    assert [row["phase"] for row in rows] == PHASES
     for row in rows:
         assert row["status"] == "ok"
         assert row["requested"]["block_q"] == 0
@@ -33,17 +41,18 @@ def test_rows_say_what_was_asked_what_took_effect_and_what_it_cost():
 
 def test_useful_flops_are_those_of_visible_pairs():
     pairs = sum(min(t + 1, 8) + (t + 1) // 16 for t in range(64))
-    assert op.useful_flops(POINT, "forward") == 2 * 2 * pairs * 2 * 16
-    assert op.useful_flops(POINT, "backward") == 5 * 2 * pairs * 2 * 16
-    assert op.useful_flops(POINT, "forward_backward") == 7 * 2 * pairs * 2 * 16
+    op = Op.make(Spec.make(SETTINGS), "hca")
+    assert op.useful_flops("forward") == 2 * 2 * pairs * 2 * 16
+    assert op.useful_flops("backward") == 5 * 2 * pairs * 2 * 16
+    assert op.useful_flops("forward_backward") == 7 * 2 * pairs * 2 * 16
 
 
 def test_a_phase_that_fails_is_a_row_with_its_kind(monkeypatch):
-    def fail(point, phase):
+    def fail(op, phase, repeats):
         raise MemoryError("no room") if phase == "forward" else NotImplementedError("not that")
 
-    monkeypatch.setattr(op, "measure", fail)
-    assert [(row["status"], row["message"]) for row in op.rows(POINT)] == [
+    monkeypatch.setattr(bench, "measure", fail)
+    assert [(row["status"], row["message"]) for row in bench.rows(POINT)] == [
         ("out of memory", "no room"),
         ("unsupported", "not that"),
         ("unsupported", "not that"),
@@ -89,31 +98,25 @@ def test_memory_that_ran_out_elsewhere_is_not_taken_for_a_chips():
 
 
 def test_a_point_that_takes_too_long_is_rows_that_say_so():
-    rows = bench.run(POINT, timeout=0.2)
-    assert [row["phase"] for row in rows] == list(op.PHASES)
+    rows = list(pipeline.run(POINT, timeout=0.2))
+    assert [row["phase"] for row in rows] == PHASES
     assert {row["status"] for row in rows} == {"over 0 s"}
 
 
 def test_a_point_runs_in_a_process_of_its_own():
-    assert [row["status"] for row in bench.run(POINT, timeout=120)] == ["ok"] * 3
-
-
-@pytest.mark.parametrize("visibility", [SlidingWindow(8), HeavilyCompressed(8, 16), CompressedSparse(8, 4, 3)])
-def test_points_survive_as_text(visibility):
-    point = dataclasses.replace(POINT, visibility=visibility, options=backends.Options("static", block_q=128))
-    assert op.from_json(op.to_json(point)) == point
+    assert [row["status"] for row in pipeline.run(POINT, timeout=120)] == ["ok"] * 3
 
 
 def test_plan_checks_every_point_before_any_is_run():
     target = f"{EXPERIMENTS}/cpu_attention.py:quick"
-    points = [point for _, point, _ in bench.plan(target, {}, "cpu")]
+    points = [program for program, *_ in pipeline.plan("bench", target, {}, "cpu")]
     assert len(points) == len(set(points)) > 10
     with pytest.raises(ConfigError, match=r"of the points of .* cannot be run:\n.*config\.attention\.window"):
-        bench.plan(target, {"attention.window": 0}, "cpu")
+        pipeline.plan("bench", target, {"attention.window": 0}, "cpu")
     with pytest.raises(
         ConfigError, match=r"config\.attention\.windoww: no such field; the nearest are attention\.window"
     ):
-        bench.plan(target, {"attention.windoww": 8}, "cpu")
+        pipeline.plan("bench", target, {"attention.windoww": 8}, "cpu")
 
 
 def test_report_is_of_one_run():

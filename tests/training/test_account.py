@@ -38,13 +38,14 @@ def test_flops_are_counted_by_hand(tied, stage, weight):
     config.attention.update(window=8, hca_ratio=16, csa_ratio=4, top_k=3, heads=4, head_width=10, rope_width=4)
     config.attention.update(csa_stage=stage, indexer_loss_weight=weight)
     config.attention.update(q_rank=6, out_groups=2, out_rank=5, index_heads=3, index_head_width=8)
-    spec, state = shapes(config)
     S, E, F, D, H = 50, 24, 40, 10, 4
+    config.data.seq_len = S
+    spec, state = shapes(config)
     projections = E * 6 + 6 * H * D + E * D + H * D * 5 + 2 * 5 * E + 3 * E * F
     products = {"sliding": projections, "csa": projections + 4 * E * D, "hca": projections + 2 * E * D}
     forward = 0
-    for kind in spec.layers:
-        seen = oracles.visible(spec.attention.visibility(kind), np.zeros(S)).sum(axis=-1)
+    for kind in config.model.layers:
+        seen = oracles.visible(spec.attend(kind).visibility, np.zeros(S)).sum(axis=-1)
         local = np.minimum(np.arange(S) + 1, 8)
         if kind == "csa":
             seen = local + np.minimum(seen - local, 3 if stage == "sparse" else S)
@@ -68,7 +69,7 @@ def test_the_sparse_loss_scores_what_is_selected(seq_len, expected):
     A layer's loss adds, beside the backward pass of the indexer's matrices, those two and the teacher's product.
     """
     config = base_config()
-    config.model.layers, config.attention.top_k = ("csa",), 512
+    config.model.layers, config.attention.top_k, config.data.seq_len = ("csa",), 512, seq_len
     attention, width = config.attention, 2 * 4 * 32
     complete, all_selected = seq_len // 4, attention.top_k
     pairs = sum(range(complete + 1)) * 4 - 3 * complete  # the last token of a window is the first to see its entry
@@ -88,7 +89,7 @@ def test_the_sparse_loss_scores_what_is_selected(seq_len, expected):
     teacher = 2 * selected / seq_len * attention.heads * attention.head_width
     added = 2 * width * selected / seq_len + teacher + 2 * 2 * matrices
     assert found[1.0] - found[0.0] == pytest.approx(added, rel=1e-9)
-    # Without the loss, scores are computed once: for the rest of the model's cost the closed formula has no say.
+    # Without the loss, scores are computed once: for the rest of the model's cost the closed formula says nothing.
     config.attention.csa_stage = "dense"
     config.attention.indexer_loss_weight = 1.0
     spec, state = shapes(config)

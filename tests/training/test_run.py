@@ -176,7 +176,7 @@ def check_inspection(config, message, updates):
     assert not np.isfinite(loss.total)
 
     names = json.loads((folder / "documents.json").read_text())
-    texts = {document.name: document.text.tobytes() for document in trainer.read_data(config).corpus.training}
+    texts = {document.name: document.text.tobytes() for document in trainer.Trainer(read(config)).data.corpus.training}
     assert 1 <= len(names) < 20
     assert names[0] in message
     for targets, segments in zip(batch["targets"], batch["segments"], strict=True):
@@ -263,7 +263,7 @@ def test_a_measure_that_is_not_finite_is_no_number_to_record(tmp_path, monkeypat
         loop._require_finite(row, 4, tmp_path, None)
 
 
-@pytest.mark.parametrize(("field", "setting"), [("attention__top_k", 0), ("data__path", "/nothing/there")])
+@pytest.mark.parametrize(("field", "setting"), [("attention__schedule", "none"), ("data__path", "/nothing/there")])
 def test_invalid_config_is_recorded(root, field, setting):
     config = make(root, f"invalid-{field}", **{field: setting})
     with pytest.raises(ConfigError, match=rf"config\.{field.replace('__', '.')}="):
