@@ -12,6 +12,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from research import errors, exits
+from research.devices import ignore_absent_tpu
 from research.errors import ConfigError
 from research.runs import files
 from research.settings import fields
@@ -38,6 +39,7 @@ def run(main: Callable[[], int], *, config_required: bool = True) -> None:
         del argv
         logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+        ignore_absent_tpu()
         try:
             check_precision()
             sys.exit(main())

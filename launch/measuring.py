@@ -15,6 +15,7 @@ from absl import flags as absl_flags
 
 from launch import flags
 from research import errors, exits
+from research.devices import ignore_absent_tpu
 from research.errors import ConfigError
 from research.measure import pipeline
 from research.measure.pipeline import Planned, Row
@@ -128,6 +129,7 @@ def run(main: Callable[[], int]) -> None:
 
     def guarded(argv: list[str]) -> None:
         del argv
+        ignore_absent_tpu()
         with _foreseen():
             check_precision()
             sys.exit(main())

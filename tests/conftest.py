@@ -6,6 +6,8 @@ import tempfile
 import jax
 import pytest
 
+from research import devices
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -28,6 +30,9 @@ def _share_programs():
 
 
 _share_programs()
+devices.ignore_absent_tpu()
+if jax.config.jax_platforms:
+    os.environ["JAX_PLATFORMS"] = jax.config.jax_platforms  # of programs that tests start without a launcher
 
 
 @pytest.fixture(autouse=True, scope="module")

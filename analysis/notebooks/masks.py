@@ -27,9 +27,12 @@ import numpy as np  # noqa: E402
 from IPython.display import Image, display  # noqa: E402
 
 from analysis import blocks, patterns, style  # noqa: E402
+from research import devices  # noqa: E402
 from research.attention.visibility import PADDING  # noqa: E402
 from research.measure import masks  # noqa: E402
 from research.settings.config import Settings  # noqa: E402
+
+devices.ignore_absent_tpu()
 
 # %% [markdown]
 # 48 tokens, a window of 8, HCA's ratio 8, CSA's ratio 4 and top 3, its scores drawn at random. The rows of pictures are

@@ -292,5 +292,6 @@ def _from_here(path: str | pathlib.Path) -> str:
 
 def detect_platform() -> str:
     """The platform on which the points will run: asked for in a process of its own, for a TPU serves one at a time."""
-    command = (sys.executable, "-c", "from research.attention import attend; print(attend.platform())")
+    program = "from research import devices; devices.ignore_absent_tpu(); import jax; print(jax.default_backend())"
+    command = (sys.executable, "-c", program)
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]
