@@ -7,6 +7,8 @@ DeepSeek-V4-Flash's attention (64 heads of 512, bfloat16, window 128), compiled 
 schedule from 4,096 tokens to 131,072, CSA, sliding dense against splash, what groups of heads save, and whole layers,
 beside those of another implementation. The last lines set each claim beside what was found, with a verdict; the
 notebook `analysis/notebooks/seed_claims.ipynb` draws them. Step times need a TPU, and are not among them.
+
+One file, for an experiment is one: its points, and claim by claim what their rows say.
 """
 
 import math

@@ -5,6 +5,8 @@ settles what takes effect, so that no backend does so again. Nothing falls back 
 
 What the program is compiled for is part of the op, a `Target`, and nothing else decides it: a hidden variable would not
 be part of what `jax.jit` caches programs by, and could hand a CPU the program of a TPU.
+
+One file: the op and the contract of its backends are two sides of one call.
 """
 
 import dataclasses

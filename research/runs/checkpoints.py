@@ -6,6 +6,8 @@ checkpoint carries a fingerprint of every array.
 
 A checkpoint is damaged only where something of it is missing or does not match, and that is named; any other failure to
 read it, of the disk, the network or the memory, is raised as what it is. Reading changes nothing on the disk.
+
+One file: what is written and what reading holds it to are one format, which nobody else knows.
 """
 
 import hashlib

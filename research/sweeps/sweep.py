@@ -2,6 +2,8 @@
 
 A crash, whatever takes it down, costs one point. Points lie in `<run.root>/<sweep>/<point>`; one that has finished is
 not run again, one that was killed or stopped goes on from its checkpoint, one that failed is tried again.
+
+One file: planning decides by a folder's content what running will do with it.
 """
 
 import concurrent.futures

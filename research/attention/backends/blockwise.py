@@ -5,6 +5,8 @@ selected, each its own: an entry costs more that way, and most that are not sele
 Both passes are written by hand (flash attention's recurrences, Dao et al. 2022): the backward pass recomputes the
 logits of a block from its log-sum-exp, so that beside inputs and outputs nothing grows with S but [B, S, H] numbers.
 Queries keep their [S, H, D] order: a block of them is one matrix of block_q * H rows against the shared keys.
+
+One file, for the two passes read side by side: each step of the one is undone by a step of the other.
 """
 
 import dataclasses

@@ -1,4 +1,6 @@
-"""tokamax's splash kernels: the TPU backend, interpreted elsewhere."""
+"""tokamax's splash kernels: the TPU backend, interpreted elsewhere.
+
+One file, for all of it is the one call of the kernel: what is asked of it, its forward and backward pass, and its price.
 
 import dataclasses
 import functools
