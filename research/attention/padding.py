@@ -1,7 +1,7 @@
 """Lengths that blocks divide, and arrays brought to them."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Shaped
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -9,7 +9,7 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def pad(x: jax.Array, axis: int, before: int, after: int, value: float = 0) -> jax.Array:
+def pad(x: Shaped[Array, "..."], axis: int, before: int, after: int, value: float = 0) -> Shaped[Array, "..."]:
     """`x` with so many entries of that value at both ends of an axis."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (before, after)

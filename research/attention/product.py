@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 
 def precision(*dtypes: Any) -> jax.lax.Precision:
@@ -19,7 +20,9 @@ def precision_name(dtype: Any) -> str:
     return precision(dtype).name.lower()
 
 
-def product(equation: str, a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
+def product(
+    equation: str, a: Float[Array, "..."], b: Float[Array, "..."], out_dtype: Any = None
+) -> Float[Array, "..."]:
     """`jnp.einsum(equation, a, b)`, its gradients too in the `precision` of a and b.
 
     The product accumulates into `out_dtype`, by default that of the operands.
@@ -27,8 +30,8 @@ def product(equation: str, a: jax.Array, b: jax.Array, out_dtype: Any = None) ->
     return jnp.einsum(equation, a, b, precision=precision(a.dtype, b.dtype), preferred_element_type=out_dtype)
 
 
-def contract(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """float32 product of two matrices over an axis of each: what a Pallas kernel can do, which knows no `einsum`."""
+def contract(a: Float[Array, "_ _"], b: Float[Array, "_ _"], axes: tuple[int, int]) -> Float32[Array, "_ _"]:
+    """Product of two matrices over an axis of each: what a Pallas kernel can do, which knows no `einsum`."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     exact = precision(a.dtype, b.dtype)
     return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)

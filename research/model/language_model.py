@@ -36,23 +36,23 @@ def build(spec: Spec, measure: bool = False) -> hk.Transformed:
         prepared = {kind: spec.attend(kind).prepare(documents) for kind in spec.kinds}
 
         def repeat(x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], list[dict[str, Mean]]]:
-            of_indexers = []
+            all_means = []
             for index, kind in enumerate(settings.layers):
                 block = Block(spec, kind, measure, name=f"layer_{index}_{kind}")
                 run = hk.remat(block) if settings.remat == "block" else block
-                x, of_indexer = run(x, documents, prepared[kind])
-                if of_indexer:
-                    of_indexers.append(of_indexer)
-            return x, of_indexers
+                x, indexer_means = run(x, documents, prepared[kind])
+                if indexer_means:
+                    all_means.append(indexer_means)
+            return x, all_means
 
         # The second result comes back stacked, an entry for each repeat.
         stack = hk.layer_stack(settings.repeats, with_per_layer_inputs=True, name="blocks")
-        x, of_indexers = stack(repeat)(x)
-        of_indexers = jax.tree.map(lambda *x: jnp.stack(x).sum(), *of_indexers) if of_indexers else {}
+        x, all_means = stack(repeat)(x)
+        all_means = jax.tree.map(lambda *x: jnp.stack(x).sum(), *all_means) if all_means else {}
         x = RMSNorm(settings.norm_eps, name="final_norm")(x).astype(jnp.float32)
         if settings.tied_head:
-            return product("bse,ve->bsv", x, embed.embeddings), of_indexers
-        return project("head", x, VOCAB_SIZE), of_indexers
+            return product("bse,ve->bsv", x, embed.embeddings), all_means
+        return project("head", x, VOCAB_SIZE), all_means
 
     return hk.transform(forward)
 
@@ -70,9 +70,9 @@ class Block(hk.Module):
         """The stream behind the block, in the same dtype, and `Attention`'s second result."""
         settings = self.spec.settings.model
         normed = RMSNorm(settings.norm_eps, name="attention_norm")(x)
-        mixed, of_indexer = Attention(self.spec, self.kind, self.measure)(normed, documents, prepared)
+        mixed, indexer_means = Attention(self.spec, self.kind, self.measure)(normed, documents, prepared)
         x += mixed
         normed = RMSNorm(settings.norm_eps, name="ffn_norm")(x)
         width = settings.ffn_width
         gated = jax.nn.silu(project("ffn_gate", normed, width)) * project("ffn_up", normed, width)
-        return x + project("ffn_down", gated, settings.hidden), of_indexer
+        return x + project("ffn_down", gated, settings.hidden), indexer_means

@@ -64,22 +64,22 @@ def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, M
       indexer_...: what the model says of its indexers, over the layers and tokens that they have a part in; see
         `research.attention.indexer.loss`.
     """
-    logits, of_indexers = model.apply(params, None, batch["inputs"], documents(batch))
-    return _losses(logits, of_indexers, batch)
+    logits, indexer_means = model.apply(params, None, batch["inputs"], documents(batch))
+    return _losses(logits, indexer_means, batch)
 
 
 def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
     """What validation asks for: as `losses`, and a recall task's accuracy."""
-    logits, of_indexers = model.apply(params, None, batch["inputs"], documents(batch))
-    means = _losses(logits, of_indexers, batch)
+    logits, indexer_means = model.apply(params, None, batch["inputs"], documents(batch))
+    means = _losses(logits, indexer_means, batch)
     if "distances" in batch:
         means |= accuracy.by_distance(logits, batch["targets"], batch["distances"])
     return means
 
 
-def _losses(logits: jax.Array, of_indexers: dict[str, Mean], batch: dict) -> dict[str, Mean]:
+def _losses(logits: jax.Array, indexer_means: dict[str, Mean], batch: dict) -> dict[str, Mean]:
     language = {"loss": loss.cross_entropy(logits, batch["targets"], batch["segments"])}
-    return language | {f"indexer_{name}": mean for name, mean in of_indexers.items()}
+    return language | {f"indexer_{name}": mean for name, mean in indexer_means.items()}
 
 
 def make_update(

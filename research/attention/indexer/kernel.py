@@ -6,14 +6,17 @@ in vector memory until all heads are in. The backward kernel makes the products 
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32
 
 from research.attention.product import contract
 
+Ref = Any  # a block in the memory of a core
 _BLOCK_Q = 128
 # Of the four axes of a grid the last one carries state from step to step.
 _ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
@@ -21,17 +24,22 @@ _ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "para
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def scores(
-    heads_at_once: int, entries_at_once: int, interpret: bool, q: jax.Array, keys: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """float32 [B, S, C]: `sum_i weights_i * relu(q_i . key)`.
+    heads_at_once: int,
+    entries_at_once: int,
+    interpret: bool,
+    q: Float[Array, "B S I D"],
+    keys: Float[Array, "B C D"],
+    weights: Float32[Array, "B S I"],
+) -> Float32[Array, "B S C"]:
+    """`sum_i weights_i * relu(q_i . key)`.
 
     Args:
       heads_at_once: heads of a step, a divisor of I.
       entries_at_once: entries of a step, a divisor of C, and a multiple of 128 or C itself.
       interpret: whether to run without a TPU.
-      q: [B, S, I, D].
-      keys: [B, C, D].
-      weights: float32 [B, S, I].
+      q: index queries.
+      keys: index keys.
+      weights: of the index heads.
     """
     seq_len = q.shape[1]
     grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q, keys, weights)
@@ -51,14 +59,22 @@ def scores(
     return out[:, :seq_len]
 
 
-def _scores_forward(heads_at_once, entries_at_once, interpret, q, keys, weights):
+def _scores_forward(
+    heads_at_once: int, entries_at_once: int, interpret: bool, q: Array, keys: Array, weights: Array
+) -> tuple[Float32[Array, "B S C"], tuple[Array, Array, Array]]:
     return scores(heads_at_once, entries_at_once, interpret, q, keys, weights), (q, keys, weights)
 
 
-def _scores_backward(heads_at_once, entries_at_once, interpret, saved, d_scores):
-    q_BxSxIxD, keys, weights_BxSxI = saved
-    batch, seq_len, heads, width = q_BxSxIxD.shape
-    grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q_BxSxIxD, keys, weights_BxSxI)
+def _scores_backward(
+    heads_at_once: int,
+    entries_at_once: int,
+    interpret: bool,
+    saved: tuple[Array, Array, Array],
+    d_scores: Float32[Array, "B S C"],
+) -> tuple[Float[Array, "B S I D"], Float[Array, "B C D"], Float32[Array, "B S I"]]:
+    q, keys, weights = saved
+    batch, seq_len, heads, width = q.shape
+    grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q, keys, weights)
     _, blocks_q, groups, _ = grid
     d_scores = jnp.pad(d_scores, ((0, 0), (0, q.shape[2] - seq_len), (0, 0)))
 
@@ -87,9 +103,9 @@ def _scores_backward(heads_at_once, entries_at_once, interpret, saved, d_scores)
 scores.defvjp(_scores_forward, _scores_backward)
 
 
-def _forward(q, keys, weights, scores):
+def _forward(q: Ref, keys: Ref, weights: Ref, scores: Ref) -> None:
     @pl.when(pl.program_id(3) == 0)
-    def _():
+    def _() -> None:
         scores[...] = jnp.zeros_like(scores)
 
     total = scores[0]
@@ -98,24 +114,30 @@ def _forward(q, keys, weights, scores):
     scores[0] = total
 
 
-def _backward(q, keys, weights, d_scores, d_q, d_weights, d_keys):
+def _backward(q: Ref, keys: Ref, weights: Ref, d_scores: Ref, d_q: Ref, d_weights: Ref, d_keys: Ref) -> None:
     @pl.when(pl.program_id(3) == 0)
-    def _():
+    def _() -> None:
         d_q[...] = jnp.zeros_like(d_q)
         d_weights[...] = jnp.zeros_like(d_weights)
 
-    of_keys = jnp.zeros(d_keys.shape[-2:], jnp.float32)
+    key_sum = jnp.zeros(d_keys.shape[-2:], jnp.float32)
     for head in range(q.shape[1]):
         dots = contract(q[0, head], keys[0], (1, 1))
         passed = jnp.where(dots > 0, d_scores[0], 0.0)  # by the relu
         d_weights[0, 0, :, head : head + 1] += jnp.sum(passed * dots, axis=1, keepdims=True)
         d_dots = (passed * weights[0, 0, :, head : head + 1]).astype(keys.dtype)
         d_q[0, head] += contract(d_dots, keys[0], (1, 0))
-        of_keys += contract(d_dots, q[0, head], (0, 0))
-    d_keys[0, 0, 0] = of_keys
+        key_sum += contract(d_dots, q[0, head], (0, 0))
+    d_keys[0, 0, 0] = key_sum
 
 
-def _plan(heads_at_once, entries_at_once, q, keys, weights):
+def _plan(
+    heads_at_once: int,
+    entries_at_once: int,
+    q: Float[Array, "B S I D"],
+    keys: Float[Array, "B C D"],
+    weights: Float32[Array, "B S I"],
+) -> tuple[tuple[int, ...], Array, Array, dict[str, pl.BlockSpec]]:
     """The grid (batch, queries, heads, entries), q [B, I, S, D], weights [B, groups, S, heads of one], block specs."""
     batch, seq_len, heads, width = q.shape
     for name, size, length in (("heads", heads_at_once, heads), ("entries", entries_at_once, keys.shape[1])):

@@ -1,4 +1,4 @@
-"""How the indexer is trained, and how well it selects, against the attention whose choice it is to foresee.
+"""How the indexer is trained, and how well it selects, against the attention for which it selects.
 
 For a token t the teacher p_t is what the layer's own heads, in the very attention they perform, give to the entries:
 each head's weights over local window, entries and sink sum to 1, and p_t is their sum over the heads, scaled to sum to
@@ -12,11 +12,12 @@ Everything goes a block of queries at a time, and of the heads one by one: besid
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from research.attention import visibility as visibility_lib
 from research.attention.attend import Documents, Keys
@@ -62,15 +63,29 @@ def loss(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(scoring, visibility, index, heads, segments, selected):
-    def add_block(total, block):
+def _loss(
+    scoring: Scoring,
+    visibility: CompressedSparse,
+    index: Index,
+    heads: Heads,
+    segments: Int32[Array, "B S"],
+    selected: Bool[Array, "B S C"] | None,
+) -> Float32[Array, ""]:
+    def add_block(total: Float32[Array, ""], block: "_Block") -> tuple[Float32[Array, ""], None]:
         return total + _divergence(block.index, block.teacher(block.seen), block.seen, scoring), None
 
     return _over_blocks(add_block, jnp.float32(0.0), visibility, index, heads, segments, selected)[0]
 
 
-def _loss_forward(scoring, visibility, index, heads, segments, selected):
-    def add_block(carry, block):
+def _loss_forward(
+    scoring: Scoring,
+    visibility: CompressedSparse,
+    index: Index,
+    heads: Heads,
+    segments: Int32[Array, "B S"],
+    selected: Bool[Array, "B S C"] | None,
+) -> tuple[Float32[Array, ""], Index]:
+    def add_block(carry: tuple[Array, Array], block: "_Block") -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         total, d_keys = carry
         differentiate = jax.value_and_grad(_divergence)
         value, gradient = differentiate(block.index, block.teacher(block.seen), block.seen, scoring)
@@ -82,7 +97,9 @@ def _loss_forward(scoring, visibility, index, heads, segments, selected):
     return total, Index(d_q, d_keys.astype(index.keys.dtype), d_weights)
 
 
-def _loss_backward(scoring, visibility, gradient, d_total):
+def _loss_backward(
+    scoring: Scoring, visibility: CompressedSparse, gradient: Index, d_total: Float32[Array, ""]
+) -> tuple[Index, None, None, None]:
     del scoring, visibility
     return jax.tree.map(lambda x: x * d_total.astype(x.dtype), gradient), None, None, None
 
@@ -111,19 +128,19 @@ def measure(
     """
     top_k = visibility.top_k
 
-    def add_block(sums, block):
+    def add_block(sums: dict[str, Mean], block: "_Block") -> tuple[dict[str, Mean], None]:
         scores, dense = index_scores(block.index, scoring), block.teacher(block.visible)
         chosen = selection.membership(scores, block.visible, top_k)
         best = selection.membership(dense, block.visible, top_k)
         log_student, visible = _log_softmax(scores, block.visible), block.visible.sum(axis=-1)
-        of_token = {
+        token_values = {
             "recall": (chosen & best).sum(axis=-1) / top_k,
             "coverage": jnp.where(chosen, dense, 0.0).sum(axis=-1),
             "entropy": -(jnp.exp(log_student) * log_student).sum(axis=-1),
             "useful": top_k / jnp.maximum(visible, 1),
         }
         choice = visible > top_k
-        new = {name: Mean(jnp.where(choice, value, 0.0).sum(), choice.sum()) for name, value in of_token.items()}
+        new = {name: Mean(jnp.where(choice, value, 0.0).sum(), choice.sum()) for name, value in token_values.items()}
         return jax.tree.map(jnp.add, sums, new), None
 
     nothing = {name: Mean(jnp.float32(0.0), jnp.int32(0)) for name in ("recall", "coverage", "entropy", "useful")}
@@ -136,20 +153,20 @@ class _Block(NamedTuple):
 
     index: Index  # their queries and weights, all keys
     heads: Heads  # their queries, their local keys, all entries
-    sees_local: jax.Array  # bool [B, Q, local keys]
-    visible: jax.Array  # bool [B, Q, C]
-    seen: jax.Array  # bool [B, Q, C], those attended
+    sees_local: Bool[Array, "B Q local"]
+    visible: Bool[Array, "B Q C"]
+    seen: Bool[Array, "B Q C"]  # those attended
 
-    def teacher(self, seen: jax.Array) -> jax.Array:
-        """float32 [B, Q, C], rows that sum to 1 or, where nothing is seen, 0, of an attention to `seen` entries."""
+    def teacher(self, seen: Bool[Array, "B Q C"]) -> Float32[Array, "B Q C"]:
+        """Rows that sum to 1 or, where nothing is seen, 0, of an attention to `seen` entries."""
         heads = self.heads
         scale = heads.q.shape[-1] ** -0.5
 
-        def add_head(attended, head):
-            q_BxQxD, sink = head
+        def add_head(attended: Float32[Array, "B Q C"], head: tuple) -> tuple[Float32[Array, "B Q C"], None]:
+            q, sink = head
 
-            def logits(keys, mask):
-                dots = product("bqd,bkd->bqk", q_BxQxD, keys, jnp.float32)
+            def logits(keys: Float[Array, "B K D"], mask: Bool[Array, "B Q K"]) -> Float32[Array, "B Q K"]:
+                dots = product("bqd,bkd->bqk", q, keys, jnp.float32)
                 return jnp.where(mask, dots * scale, MASK_VALUE)
 
             local, entries = logits(heads.keys.local, self.sees_local), logits(heads.keys.compressed, seen)
@@ -167,10 +184,18 @@ class _Block(NamedTuple):
         return attended / jnp.where(total == 0.0, 1.0, total)
 
 
-def _over_blocks(step, start, visibility, index, heads, segments, selected):
+def _over_blocks(
+    step: Callable[[Any, _Block], tuple[Any, Any]],
+    start: Any,
+    visibility: CompressedSparse,
+    index: Index,
+    heads: Heads,
+    segments: Int32[Array, "B S"],
+    selected: Bool[Array, "B S C"] | None,
+) -> tuple[Any, Any]:
     """`jax.lax.scan` of `step(carry, _Block)` over blocks of queries."""
     seq_len, padding = segments.shape[1], visibility_lib.PADDING
-    of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
+    entry_segments = visibility_lib.entry_segments(segments, visibility.ratio)
     attended = {} if selected is None else {"selected": selected}
     t, blocks = selection.query_blocks(
         (index.q, index.weights, heads.q, segments, attended),
@@ -181,26 +206,30 @@ def _over_blocks(step, start, visibility, index, heads, segments, selected):
     local = jnp.pad(heads.keys.local, (*widths, (0, 0)))
     local_segments = jnp.pad(segments, widths, constant_values=padding)
 
-    def of_block(carry, xs):
-        t, (index_q, weights, q, of_query, attended) = xs
+    def step_over(carry: Any, xs: tuple) -> tuple[Any, Any]:
+        t, (index_q, weights, q, query_segments, attended) = xs
         span = reach + len(t)
-        band, of_key = (jax.lax.dynamic_slice_in_dim(x, t[0], span, axis=1) for x in (local, local_segments))
+        band, key_segments = (jax.lax.dynamic_slice_in_dim(x, t[0], span, axis=1) for x in (local, local_segments))
         j = t[0] - reach + jnp.arange(span)
-        sees_local = visibility.local_mask(t[None, :, None], j[None, None], of_query[:, :, None], of_key[:, None])
-        visible = selection.visible_to(visibility, t, of_query, of_entry)
+        sees_local = visibility.local_mask(
+            t[None, :, None], j[None, None], query_segments[:, :, None], key_segments[:, None]
+        )
+        visible = selection.visible_to(visibility, t, query_segments, entry_segments)
         seen = selection.at_most(visible & attended["selected"], visibility.top_k) if attended else visible
         block_heads = heads._replace(q=q, keys=heads.keys._replace(local=band))
         return step(carry, _Block(Index(index_q, index.keys, weights), block_heads, sees_local, visible, seen))
 
-    return jax.lax.scan(of_block, start, (t, blocks))
+    return jax.lax.scan(step_over, start, (t, blocks))
 
 
-def _divergence(index: Index, teacher: jax.Array, seen: jax.Array, scoring: Scoring) -> jax.Array:
-    """Sum over the queries of KL(teacher || softmax of the scores), float32 []."""
+def _divergence(
+    index: Index, teacher: Float32[Array, "B Q C"], seen: Bool[Array, "B Q C"], scoring: Scoring
+) -> Float32[Array, ""]:
+    """Sum over the queries of KL(teacher || softmax of the scores)."""
     log_student = _log_softmax(index_scores(index, scoring), seen)
     return jnp.sum(jax.scipy.special.xlogy(teacher, teacher) - teacher * log_student)
 
 
-def _log_softmax(scores: jax.Array, seen: jax.Array) -> jax.Array:
+def _log_softmax(scores: Float32[Array, "B Q C"], seen: Bool[Array, "B Q C"]) -> Float32[Array, "B Q C"]:
     """Over the seen ones; finite at the others, also in rows where nothing is seen."""
     return jax.nn.log_softmax(jnp.where(seen, scores, MASK_VALUE), axis=-1)

@@ -66,13 +66,13 @@ def select(index: Index, visibility: CompressedSparse, documents: Documents, sco
       A membership; as indices: `selection.indices`.
     """
     segments = documents.segments
-    of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
+    entry_segments = visibility_lib.entry_segments(segments, visibility.ratio)
     t, blocks = selection.query_blocks((index.q, index.weights, segments), (0, 0.0, visibility_lib.PADDING))
 
-    def of_block(block):
+    def select_in_block(block: tuple) -> Bool[Array, "B Q C"]:
         t, (q, weights, segments) = block
-        visible = selection.visible_to(visibility, t, segments, of_entry)
+        visible = selection.visible_to(visibility, t, segments, entry_segments)
         scores = index_scores(Index(q, index.keys, weights), scoring)
         return selection.membership(scores, visible, visibility.top_k)
 
-    return selection.joined(jax.lax.map(of_block, (t, blocks)), segments.shape[1])
+    return selection.joined(jax.lax.map(select_in_block, (t, blocks)), segments.shape[1])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from research.attention.indexer import kernel as index_kernel
 from research.attention.padding import round_up
@@ -18,11 +19,11 @@ _DEFAULT_ENTRIES = {"xla": 0, "pallas": 512}
 
 
 class Index(NamedTuple):
-    """What scores are made of: queries [B, S, I, D], keys [B, C, D], and float32 weights [B, S, I] of I index heads."""
+    """What scores are made of, by I index heads."""
 
-    q: jax.Array
-    keys: jax.Array
-    weights: jax.Array
+    q: Float[Array, "B S I D"]
+    keys: Float[Array, "B C D"]
+    weights: Float32[Array, "B S I"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Scoring:
         )
 
 
-def index_scores(index: Index, scoring: Scoring) -> jax.Array:
-    """float32 [B, S, C]: `sum_i weights_i * relu(q_i . key) / sqrt(I * D)` over the I index heads.
+def index_scores(index: Index, scoring: Scoring) -> Float32[Array, "B S C"]:
+    """`sum_i weights_i * relu(q_i . key) / sqrt(I * D)` over the I index heads.
 
     Some heads and entries at a time, recomputed in the backward pass: all heads at once would take I times the memory
     of the result, and so would the signs that each relu keeps for its gradient.
@@ -66,25 +67,25 @@ def index_scores(index: Index, scoring: Scoring) -> jax.Array:
     entries = index.keys.shape[1]
     size = min(scoring.entries_at_once or entries, round_up(entries, LANES))
     if not entries or (scoring.backend == "xla" and entries <= size):
-        return _of_entries(index, scoring.heads_at_once)
+        return _all_entries(index, scoring.heads_at_once)
     padded = jnp.pad(index.keys, ((0, 0), (0, round_up(entries, size) - entries), (0, 0)))
     if scoring.backend == "pallas":
         asked = scoring.heads_at_once, size, scoring.interpreted
         return index_kernel.scores(*asked, *index._replace(keys=padded))[..., :entries]
     blocks = jnp.moveaxis(padded.reshape(len(padded), -1, size, padded.shape[2]), 1, 0)
-    scores = jax.lax.map(lambda keys: _of_entries(index._replace(keys=keys), scoring.heads_at_once), blocks)
+    scores = jax.lax.map(lambda keys: _all_entries(index._replace(keys=keys), scoring.heads_at_once), blocks)
     return jnp.moveaxis(scores, 0, 2).reshape(*index.q.shape[:2], -1)[..., :entries]
 
 
-def _of_entries(index: Index, heads_at_once: int) -> jax.Array:
-    """Of all the entries given; weights are scaled."""
+def _all_entries(index: Index, heads_at_once: int) -> Float32[Array, "B S C"]:
+    """Scores of all entries of an index whose weights are scaled."""
     batch, seq_len, heads, width = index.q.shape
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # within a scan nothing else would merge them
-    def add_heads(scores_BxSxC, some):
-        q_BxSxGxD, weights_BxSxG = some
-        dots = product("bsgd,bcd->bsgc", q_BxSxGxD, index.keys, jnp.float32)
-        return scores_BxSxC + (jax.nn.relu(dots) * weights_BxSxG[..., None]).sum(axis=2), None
+    def add_heads(scores: Float32[Array, "B S C"], group: tuple) -> tuple[Float32[Array, "B S C"], None]:
+        q, weights = group
+        dots = product("bsgd,bcd->bsgc", q, index.keys, jnp.float32)
+        return scores + (jax.nn.relu(dots) * weights[..., None]).sum(axis=2), None
 
     nothing = jnp.zeros((batch, seq_len, index.keys.shape[1]), jnp.float32)
     groups = (batch, seq_len, heads // heads_at_once, heads_at_once)

@@ -5,44 +5,51 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped, UInt32
 
 from research.attention import visibility as visibility_lib
+from research.attention.visibility import CompressedSparse, HeavilyCompressed
 
 _BLOCK_Q = 128  # queries at a time, where an array over all of them and all entries is to be avoided
 _GROUP = 128  # entries that are counted together
 
 
-def visible_entries(visibility: visibility_lib.HeavilyCompressed, segments: jax.Array) -> jax.Array:
-    """Bool [B, S, C]: the entries that a query may select, `segments` being int32 [B, S]."""
-    of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
-    return visible_to(visibility, jnp.arange(segments.shape[-1]), segments, of_entry)
+def visible_entries(visibility: HeavilyCompressed, segments: Int32[Array, "B S"]) -> Bool[Array, "B S C"]:
+    """The entries that a query may select."""
+    entry_segments = visibility_lib.entry_segments(segments, visibility.ratio)
+    return visible_to(visibility, jnp.arange(segments.shape[-1]), segments, entry_segments)
 
 
 def visible_to(
-    visibility: visibility_lib.HeavilyCompressed, t: jax.Array, segments: jax.Array, of_entry: jax.Array
-) -> jax.Array:
-    """As `visible_entries` for some of the queries: bool [B, Q, C].
+    visibility: HeavilyCompressed,
+    t: Int[Array, " Q"],
+    segments: Int32[Array, "B Q"],
+    entry_segments: Int32[Array, "B C"],
+) -> Bool[Array, "B Q C"]:
+    """As `visible_entries` for some of the queries.
 
     Args:
       visibility: who sees whom before the selection.
-      t: integer [Q], their tokens.
-      segments: int32 [B, Q], their documents.
-      of_entry: int32 [B, C], the documents of all entries, `visibility.entry_segments` of the whole sequence.
+      t: their tokens.
+      segments: their documents.
+      entry_segments: the documents of all entries, `visibility.entry_segments` of the whole sequence.
     """
-    c = jnp.arange(of_entry.shape[-1])
-    return visibility.entry_mask(t[None, :, None], c[None, None], segments[:, :, None], of_entry[:, None])
+    c = jnp.arange(entry_segments.shape[-1])
+    return visibility.entry_mask(t[None, :, None], c[None, None], segments[:, :, None], entry_segments[:, None])
 
 
-def membership(scores: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
+def membership(
+    scores: Float32[Array, "*rows C"], visible: Bool[Array, "*rows C"], top_k: int
+) -> Bool[Array, "*rows C"]:
     """Which entries `jax.lax.top_k` picks among the visible ones, without an array of [S, K, C].
 
     Args:
-      scores: float32 [..., S, C].
-      visible: bool [..., S, C].
+      scores: of a row's entries.
+      visible: among which is picked.
       top_k: entries to pick, positive; where fewer are visible, all are picked.
 
     Returns:
-      bool [..., S, C] with `min(top_k, visible entries)` True in each row. At ties the lower index wins; +0 ranks
+      `min(top_k, visible entries)` True in each row. At ties the lower index wins; +0 ranks
       above -0, as in `jax.lax.top_k`.
     """
     if top_k >= scores.shape[-1]:
@@ -55,7 +62,9 @@ def membership(scores: jax.Array, visible: jax.Array, top_k: int) -> jax.Array:
     return above | (tied & (jnp.cumsum(tied, axis=-1) <= room))
 
 
-def capped(visibility: visibility_lib.CompressedSparse, segments: jax.Array, selected: jax.Array) -> jax.Array:
+def capped(
+    visibility: CompressedSparse, segments: Int32[Array, "B S"], selected: Bool[Array, "B S C"]
+) -> Bool[Array, "B S C"]:
     """Of each query's selected entries, where it sees more than `top_k` of them, the first `top_k` by index.
 
     `membership` never gives more. A selection that does would mean one thing where entries are gathered, K of them, and
@@ -63,28 +72,25 @@ def capped(visibility: visibility_lib.CompressedSparse, segments: jax.Array, sel
 
     Args:
       visibility: who sees whom before the selection, and how many are selected.
-      segments: int32 [B, S].
-      selected: bool [B, S, C].
-
-    Returns:
-      bool [B, S, C].
+      segments: the documents of the queries.
+      selected: what the indexer chose.
     """
     _, seq_len, entries = selected.shape
     if entries <= visibility.top_k:
         return selected
-    of_entry = visibility_lib.entry_segments(segments, visibility.ratio)
+    entry_segments = visibility_lib.entry_segments(segments, visibility.ratio)
     t, blocks = query_blocks((segments, selected), (visibility_lib.PADDING, False))
 
-    def of_block(block):
+    def end_in_block(block: tuple) -> Int32[Array, "B Q 1"]:
         t, (segments, selected) = block
-        return _end_of_first(selected & visible_to(visibility, t, segments, of_entry), visibility.top_k)
+        return _end_of_first(selected & visible_to(visibility, t, segments, entry_segments), visibility.top_k)
 
-    end = joined(jax.lax.map(of_block, (t, blocks)), seq_len)
+    end = joined(jax.lax.map(end_in_block, (t, blocks)), seq_len)
     return selected & (jnp.arange(entries)[None, None] < end)
 
 
-def at_most(selected: jax.Array, most: int) -> jax.Array:
-    """bool [..., C]: of each row's True entries the first `most` by index."""
+def at_most(selected: Bool[Array, "*rows C"], most: int) -> Bool[Array, "*rows C"]:
+    """Of each row's True entries the first `most` by index."""
     entries = selected.shape[-1]
     if entries <= most:
         return selected
@@ -92,15 +98,12 @@ def at_most(selected: jax.Array, most: int) -> jax.Array:
     return selected & (index < _end_of_first(selected, most))
 
 
-def indices(selected: jax.Array, places: int) -> jax.Array:
+def indices(selected: Bool[Array, "*rows C"], places: int) -> Int32[Array, "*rows K"]:
     """A membership as indices, for gathering: rising, then C where there are no more.
 
     Args:
-      selected: bool [..., C]; of more than `places` True in a row the first are taken.
+      selected: of more than `places` True in a row the first are taken.
       places: K.
-
-    Returns:
-      int32 [..., places].
     """
     entries = selected.shape[-1]
     rows = selected.reshape(math.prod(selected.shape[:-1]), entries)
@@ -111,7 +114,7 @@ def indices(selected: jax.Array, places: int) -> jax.Array:
     return filled.reshape(*selected.shape[:-1], places)
 
 
-def query_blocks(tree: Any, padding: Any) -> tuple[jax.Array, Any]:
+def query_blocks(tree: Any, padding: Any) -> tuple[Int[Array, "blocks Q"], Any]:
     """Cuts queries into blocks, to be scanned over.
 
     Args:
@@ -119,13 +122,13 @@ def query_blocks(tree: Any, padding: Any) -> tuple[jax.Array, Any]:
       padding: what fills the last block, a number for each array of the tree.
 
     Returns:
-      t, integer [blocks, Q], and the tree as [blocks, B, Q, ...]: `S <= blocks * Q`.
+      The tokens t, and the tree as [blocks, B, Q, ...]: `S <= blocks * Q`.
     """
     seq_len = jax.tree.leaves(tree)[0].shape[1]
     size = min(_BLOCK_Q, seq_len)
     blocks = -(-seq_len // size)
 
-    def cut(x, value):
+    def cut(x: Array, value: float) -> Array:
         widths = [(0, 0)] * x.ndim
         widths[1] = (0, blocks * size - seq_len)
         padded = jnp.pad(x, widths, constant_values=value)
@@ -134,14 +137,14 @@ def query_blocks(tree: Any, padding: Any) -> tuple[jax.Array, Any]:
     return jnp.arange(blocks * size).reshape(blocks, size), jax.tree.map(cut, tree, padding)
 
 
-def joined(blocks: jax.Array, seq_len: int) -> jax.Array:
-    """[blocks, B, Q, ...] back to [B, S, ...]."""
+def joined(blocks: Shaped[Array, "blocks B Q *rest"], seq_len: int) -> Shaped[Array, "B S *rest"]:
+    """The reverse of cutting into blocks."""
     count, batch, size = blocks.shape[:3]
     return jnp.moveaxis(blocks, 0, 1).reshape(batch, count * size, *blocks.shape[3:])[:, :seq_len]
 
 
-def _end_of_first(selected: jax.Array, most: int) -> jax.Array:
-    """int32 [..., 1]: where a row's first `most` True entries end, anywhere before the next one.
+def _end_of_first(selected: Bool[Array, "*rows C"], most: int) -> Int32[Array, "*rows 1"]:
+    """Where a row's first `most` True entries end, anywhere before the next one.
 
     By counts of groups of entries, and ranks within one group: a running sum over all entries takes longer (LOG.md).
     """
@@ -157,12 +160,12 @@ def _end_of_first(selected: jax.Array, most: int) -> jax.Array:
     return whole * _GROUP + jnp.sum(within, axis=-1, keepdims=True, dtype=jnp.int32)
 
 
-def _kth_largest(x: jax.Array, k: int) -> jax.Array:
-    """int32 [..., 1]: the k-th largest along the last axis, bit by bit from the top (a sort is slower, see LOG.md)."""
+def _kth_largest(x: Int32[Array, "*rows C"], k: int) -> Int32[Array, "*rows 1"]:
+    """The k-th largest along the last axis, bit by bit from the top (a sort is slower, see LOG.md)."""
     flip = jnp.uint32(1 << 31)  # unsigned integers in the order of the signed ones
     keys = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ flip
 
-    def add_bit(step, found):
+    def add_bit(step: Array, found: UInt32[Array, "*rows 1"]) -> UInt32[Array, "*rows 1"]:
         candidate = found | (flip >> step.astype(jnp.uint32))
         enough = jnp.sum(keys >= candidate, axis=-1, keepdims=True) >= k
         return jnp.where(enough, candidate, found)
@@ -171,7 +174,7 @@ def _kth_largest(x: jax.Array, k: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(found ^ flip, jnp.int32)
 
 
-def _total_order(x: jax.Array) -> jax.Array:
-    """int32 that compare as `jax.lax.top_k` orders float32: -0 below +0."""
+def _total_order(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Integers that compare as `jax.lax.top_k` orders float32: -0 below +0."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)

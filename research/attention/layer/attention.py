@@ -74,21 +74,21 @@ class Attention(hk.Module):
             q = product("bsi,io->bso", low_rank, q_up).reshape(*positions.shape, -1, settings.head_width)
             return rope.rotate(normalize(q, eps), positions, freqs)
 
-        selected, of_indexer = None, {}
+        selected, indexer_means = None, {}
         if visibility.selects:  # in every stage, for a checkpoint of one starts the next
             index = Indexer(settings, eps, freqs)(x, low_rank, documents)
             teacher = indexer_loss.Heads(queries(q_up), keys, sinks)  # compiled only where it is read
             selected = select(index, visibility, documents, spec.scoring) if spec.selects else None
             arguments = (index, teacher, visibility, documents, selected, spec.scoring)
             if self.measure:
-                of_indexer = indexer_loss.measure(*arguments)
+                indexer_means = indexer_loss.measure(*arguments)
             elif spec.trains_indexer:
-                of_indexer = {"kl": indexer_loss.loss(*arguments)}
+                indexer_means = {"kl": indexer_loss.loss(*arguments)}
 
         attend, groups = spec.attend(self.kind), settings.out_groups
         down = weight("out_down", (groups, settings.heads * settings.head_width // groups, settings.out_rank))
 
-        def of_heads(
+        def some_heads(
             q_up: Float[Array, "Q HD"], sinks: Float[Array, " H"] | None, down: Float[Array, "G I R"]
         ) -> Float[Array, "B S G R"]:
             """Some heads, by their part of the parameters; makes none, for it may be traced within a scan."""
@@ -97,32 +97,32 @@ class Attention(hk.Module):
             return product("bsgi,gir->bsgr", out, down)
 
         mixed = _some_heads_at_once(
-            of_heads, settings.heads // settings.heads_of_attend, q_up, sinks, down.astype(x.dtype)
+            some_heads, settings.heads // settings.heads_of_attend, q_up, sinks, down.astype(x.dtype)
         )
-        return project("out_up", mixed.reshape(*positions.shape, -1), spec.settings.model.hidden), of_indexer
+        return project("out_up", mixed.reshape(*positions.shape, -1), spec.settings.model.hidden), indexer_means
 
 
 def _some_heads_at_once(
-    of_heads: Callable,
+    some_heads: Callable,
     count: int,
     q_up: Float[Array, "Q HD"],
     sinks: Float[Array, " H"] | None,
     down: Float[Array, "G I R"],
 ) -> Float[Array, "B S G R"]:
-    """`of_heads(q_up, sinks, down)`, the heads in `count` parts, one after the other.
+    """`some_heads(q_up, sinks, down)`, the heads in `count` parts, one after the other.
 
     Of a part's inner arrays only what the op names `attend.SAVED` is kept for the backward pass, the rest made again:
     of queries and outputs then exists little more than those of a part.
     """
     if count == 1:
-        return of_heads(q_up, sinks, down)
+        return some_heads(q_up, sinks, down)
     parts = (
         jnp.moveaxis(q_up.reshape(len(q_up), count, -1), 1, 0),
         None if sinks is None else sinks.reshape(count, -1),
         down.reshape(count, -1, *down.shape[1:]),
     )
     keep = jax.checkpoint_policies.save_only_these_names(*SAVED)
-    again = jax.checkpoint(of_heads, policy=keep, prevent_cse=False)  # within a scan nothing else would merge them
+    again = jax.checkpoint(some_heads, policy=keep, prevent_cse=False)  # within a scan nothing else would merge them
     mixed = jax.lax.map(lambda part: again(*part), parts)  # [count, B, S, groups, out_rank]
     mixed = jnp.moveaxis(mixed, 0, 2)
     return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])

@@ -3,21 +3,21 @@
 from typing import Any
 
 import haiku as hk
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from research.attention.product import product
 
 INIT_STD = 0.02  # DeepSeek's initializer_range
 
 
-def weight(name: str, shape: tuple[int, ...]) -> jax.Array:
-    """The float32 parameter `name` of the calling module, drawn from a normal of deviation `INIT_STD`."""
+def weight(name: str, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    """The parameter `name` of the calling module, drawn from a normal of deviation `INIT_STD`."""
     return hk.get_parameter(name, shape, jnp.float32, hk.initializers.RandomNormal(INIT_STD))
 
 
-def project(name: str, x: jax.Array, width: int, out_dtype: Any = None) -> jax.Array:
-    """`x [..., in] @ w [in, width]`, where w is the parameter `name`.
+def project(name: str, x: Float[Array, "*rows in"], width: int, out_dtype: Any = None) -> Float[Array, "*rows out"]:
+    """`x @ w`, where w [in, width] is the parameter `name`.
 
     The product accumulates into `out_dtype`, by default x's dtype.
     """

@@ -3,10 +3,11 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
-def normalize(x: jax.Array, eps: float) -> jax.Array:
-    """`[..., width]` over its root mean square, in float32; the result has x's dtype."""
+def normalize(x: Float[Array, "*rows width"], eps: float) -> Float[Array, "*rows width"]:
+    """Each row over its root mean square, in float32; the result has x's dtype."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -20,6 +21,6 @@ class RMSNorm(hk.RMSNorm):
     def __init__(self, eps: float, *, create_scale: bool = True, name: str | None = None):
         super().__init__(axis=-1, eps=eps, create_scale=create_scale, name=name)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises `[..., width]`; the result has x's dtype."""
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Normalises; the result has x's dtype."""
         return super().__call__(x.astype(jnp.float32)).astype(x.dtype)

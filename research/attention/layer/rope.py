@@ -15,12 +15,15 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from research.attention.product import product
 from research.settings.attention import Rope
 
+Frequencies = np.ndarray  # [rope_width // 2] radians per position, float64 or float32
 
-def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> np.ndarray:
+
+def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> Frequencies:
     """Radians per position of each channel pair.
 
     Args:
@@ -29,7 +32,7 @@ def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> np.ndarray:
       compressed: whether the layer is a CSA or HCA one: they have a theta of their own, and they alone have YaRN.
 
     Returns:
-      [rope_width // 2], float64 under `angles='exact'`, float32 under 'reference'; `rotate` goes by it.
+      float64 under `angles='exact'`, float32 under 'reference'; `rotate` goes by it.
 
     Raises:
       ValueError: rope_width is not a positive even number.
@@ -47,17 +50,19 @@ def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> np.ndarray:
     return plain / real(rope.yarn_factor) * (1 - kept) + plain * kept
 
 
-def rotate(x: jax.Array, positions: jax.Array, freqs: np.ndarray) -> jax.Array:
+def rotate(
+    x: Float[Array, "B S *heads D"], positions: Int32[Array, "B S"], freqs: Frequencies
+) -> Float[Array, "B S *heads D"]:
     """Turns the trailing `2 * len(freqs)` channels by their positions.
 
     Args:
-      x: [B, S, ..., D].
-      positions: int32 [B, S], of either sign.
+      x: what is rotated.
+      positions: of either sign.
       freqs: from `frequencies`. By float64 ones the angle is within 5e-7 of its value at every position; by float32
         ones it is their product with the position in float32, off by up to 2^-24 of it.
 
     Returns:
-      As x, in x's dtype.
+      In x's dtype.
 
     Raises:
       ValueError: x has fewer channels than are to be rotated, or positions are not int32.
@@ -76,7 +81,9 @@ def rotate(x: jax.Array, positions: jax.Array, freqs: np.ndarray) -> jax.Array:
     return jnp.concatenate([still, turned.astype(x.dtype)], axis=-1)
 
 
-def rotate_back(x: jax.Array, positions: jax.Array, freqs: np.ndarray) -> jax.Array:
+def rotate_back(
+    x: Float[Array, "B S *heads D"], positions: Int32[Array, "B S"], freqs: Frequencies
+) -> Float[Array, "B S *heads D"]:
     """The inverse of `rotate`."""
     return rotate(x, -positions, freqs)
 
@@ -84,7 +91,7 @@ def rotate_back(x: jax.Array, positions: jax.Array, freqs: np.ndarray) -> jax.Ar
 _RADIANS = fractions.Fraction("6.28318530717958647692528676655900576839433879875021")  # of a turn
 
 
-def _angles(positions: jax.Array, freqs: np.ndarray) -> jax.Array:
+def _angles(positions: Int32[Array, "B S 1"], freqs: np.ndarray) -> Float32[Array, "B S width"]:
     """Radians from -pi to pi, float32, of int32 positions times float64 radians per position.
 
     A position advances the phase by a whole number of 2^-64 turns, in a high and a low word of 32 bits. Of its product
@@ -102,7 +109,7 @@ def _angles(positions: jax.Array, freqs: np.ndarray) -> jax.Array:
     return jnp.where(positions < 0, -radians, radians)
 
 
-def _high_word(a: jax.Array, b: np.ndarray) -> jax.Array:
+def _high_word(a: UInt32[Array, "B S 1"], b: np.ndarray) -> UInt32[Array, "B S width"]:
     """The upper 32 bits of a product of uint32, in which no 64-bit integers are needed."""
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a_high, a_low, b_high, b_low = a >> half, a & mask, b >> half, b & mask
@@ -111,13 +118,13 @@ def _high_word(a: jax.Array, b: np.ndarray) -> jax.Array:
     return a_high * b_high + (middle >> half) + (carried >> half)
 
 
-def _rounded_angles(positions: jax.Array, freqs: np.ndarray) -> jax.Array:
+def _rounded_angles(positions: Int32[Array, "B S 1"], freqs: np.ndarray) -> Float32[Array, "B S width"]:
     """As published weights were trained with: float32 positions times float32 radians per position."""
     return positions.astype(jnp.float32) * freqs
 
 
-def _quarter_turn(x: jax.Array) -> jax.Array:
-    """Each pair of channels (a, b) to (-b, a), float32.
+def _quarter_turn(x: Float32[Array, "*shape width"]) -> Float32[Array, "*shape width"]:
+    """Each pair of channels (a, b) to (-b, a).
 
     As an exact product with a matrix of 0 and +-1: a TPU's compiler takes three times as long over the whole layer
     where every second channel is sliced out instead (LOG.md).

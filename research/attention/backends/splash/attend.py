@@ -1,6 +1,7 @@
 """tokamax's splash kernels: the TPU backend, interpreted elsewhere.
 
-One file, for all of it is the one call of the kernel: what is asked of it, its forward and backward pass, and its price.
+One file, for all of it is the one call of the kernel: what is asked of it, both of its passes, and its price.
+"""
 
 import dataclasses
 import functools
