@@ -4,8 +4,11 @@ import io
 import pathlib
 
 import matplotlib.pyplot as plt
+import pandas as pd
 
 from analysis import frame, style
+
+Groups = list[tuple[str, pd.DataFrame]]  # rows by setting
 
 _PANELS = {
     "peak_bytes": ("peak memory, GiB", 2**-30),
@@ -30,7 +33,7 @@ def draw(rows: list[dict], file: pathlib.Path | io.BytesIO) -> None:
     style.save(figure, file)
 
 
-def lines(panel, groups, column: str, heading: str, factor: float) -> None:
+def lines(panel: plt.Axes, groups: Groups, column: str, heading: str, factor: float) -> None:
     """Draws a column against length, a line for each of the groups of `frame.of_aot` by setting."""
     panel.set_xscale("log", base=2)
     for number, (name, group) in enumerate(groups):
@@ -44,7 +47,7 @@ def lines(panel, groups, column: str, heading: str, factor: float) -> None:
     panel.grid(alpha=0.3)
 
 
-def _front(panel, groups) -> None:
+def _front(panel: plt.Axes, groups: Groups) -> None:
     """Peak memory against the roofline, the longest length that fits of every setting."""
     for number, (_, group) in enumerate(groups):
         fits = group[group["status"] == "ok"]

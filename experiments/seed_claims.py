@@ -12,7 +12,7 @@ One file, for an experiment is one: its points, and claim by claim what their ro
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -72,11 +72,13 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     lengths = (2048, 4096) if quick else (4096, 8192, 16384, 32768, 65536, 131072)
     long, middle = lengths[-2:], lengths[-4 if not quick else 0]
 
-    def hca(seq_len: int, schedule: str, **others) -> experiment.Overrides:
+    def hca(seq_len: int, schedule: str, **others: Any) -> experiment.Overrides:
         strategy = {"attention.schedule": schedule, "attention.dq_reduction_steps": 3}
         return _point("hca", seq_len, **strategy, **others)
 
-    def crossed(lengths: tuple[int, ...], *names: str, blocks: tuple[int, ...] = (0,), steps: int = 3):
+    def crossed(
+        lengths: tuple[int, ...], *names: str, blocks: tuple[int, ...] = (0,), steps: int = 3
+    ) -> list[experiment.Overrides]:
         return cross.points(get_config(arg), [_point("hca", s) for s in lengths], blocks, names, (steps,))
 
     points = crossed(lengths, "closed_form", "computed", "static", "dynamic")
@@ -279,7 +281,7 @@ _FREE = ("static", "closed_form", "computed")  # schedules that leave the choice
 _BACKENDS = ("dot_product", "splash")
 
 
-def _point(kind: str, seq_len: int, **others) -> experiment.Overrides:
+def _point(kind: str, seq_len: int, **others: Any) -> experiment.Overrides:
     if others.get("attention.backend") == "dot_product":
         others["attention.dq_reduction_steps"] = 0
     return {"model.layers": (kind,), "data.seq_len": seq_len, **others}

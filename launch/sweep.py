@@ -14,6 +14,7 @@ writes a sweep file for agents, and `--create` registers it.
 
 import pathlib
 import sys
+import types
 
 import jax
 import rich.console
@@ -137,7 +138,7 @@ def _run(
     return [rows[place] for place in range(len(points))]
 
 
-def _check(module, rows: list[experiment.Row], console: rich.console.Console) -> bool:
+def _check(module: types.ModuleType, rows: list[experiment.Row], console: rich.console.Console) -> bool:
     """Runs the experiment's own check, if it has one; whether the results passed."""
     if not hasattr(module, "check"):
         return True

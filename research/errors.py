@@ -50,7 +50,7 @@ class SettingError(ConfigError):
       allowed: in words what is; they follow "must be".
     """
 
-    def __init__(self, field: str, value: object, allowed: str):
+    def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(field, value, allowed)
         self.field, self.value, self.allowed = field, value, allowed
 

@@ -5,8 +5,12 @@ import tempfile
 
 import jax
 import pytest
+from jaxtyping import config, install_import_hook
 
-from research import devices
+# Annotated shapes and dtypes are checked wherever a test calls what has them; of runs, nothing is.
+install_import_hook(["research.attention", "research.model"], "typeguard.typechecked")
+
+from research import devices  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -40,3 +44,11 @@ def forget_programs():
     """A program takes hundreds of memory maps; once the 65,530 that Linux allows are used up, compiling crashes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """Within it annotations are not checked, so that a test sees what a user is told."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)

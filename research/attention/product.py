@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32
 
 
@@ -21,7 +22,7 @@ def precision_name(dtype: Any) -> str:
 
 
 def product(
-    equation: str, a: Float[Array, "..."], b: Float[Array, "..."], out_dtype: Any = None
+    equation: str, a: Float[Array, "..."], b: Float[Array | np.ndarray, "..."], out_dtype: Any = None
 ) -> Float[Array, "..."]:
     """`jnp.einsum(equation, a, b)`, its gradients too in the `precision` of a and b.
 

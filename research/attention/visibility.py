@@ -41,7 +41,7 @@ class SlidingWindow:
         """The visibility of that kind of layers."""
         return cls(settings.window)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) <= 0:
                 raise ValueError(f"{type(self).__name__}.{field.name}={getattr(self, field.name)}: must be positive")

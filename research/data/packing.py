@@ -47,7 +47,7 @@ class PackingSpec:
     chunk_len: int = 0
     alignment: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.longest_chunk < self.seq_len and self.longest_chunk % self.alignment:
             raise SettingError(
                 "data.chunk_len",
@@ -65,7 +65,7 @@ class PackingSpec:
 class Chunks:
     """Random access to the chunks of documents, cut when asked for: `chunks[i]` is inputs and targets, int32 [L]."""
 
-    def __init__(self, documents: Sequence[corpus.Document], longest: int):
+    def __init__(self, documents: Sequence[corpus.Document], longest: int) -> None:
         self._texts = [document.text for document in documents]
         self._longest = longest
         starts = [np.arange(0, len(text), longest) for text in self._texts]

@@ -54,7 +54,7 @@ class Recall:
     seed: int
     predicts_bytes: ClassVar[bool] = False  # but one of a few values
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not ranges(self.seq_len):
             raise SettingError("data.seq_len", self.seq_len, f"{_NEAREST + 3} or more for a {self.task}")
         most = min(len(_KEYS), int(self.seq_len * _MOST_FILLED) // 3)
@@ -107,7 +107,7 @@ def _furthest(seq_len: int) -> int:
 class _Rows:
     """Random access to rows, each drawn from a generator of its own."""
 
-    def __init__(self, task: Recall, stream: tuple[int, ...]):
+    def __init__(self, task: Recall, stream: tuple[int, ...]) -> None:
         self._task, self._stream = task, stream
 
     def __len__(self) -> int:

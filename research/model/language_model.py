@@ -60,7 +60,7 @@ def build(spec: Spec, measure: bool = False) -> hk.Transformed:
 class Block(hk.Module):
     """Attention and SwiGLU, each behind a norm and added to the residual stream."""
 
-    def __init__(self, spec: Spec, kind: str, measure: bool, name: str):
+    def __init__(self, spec: Spec, kind: str, measure: bool, name: str) -> None:
         super().__init__(name=name)
         self.spec, self.kind, self.measure = spec, kind, measure
 

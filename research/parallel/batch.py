@@ -82,8 +82,8 @@ def gradients(
     """
     summed = _summed if mesh is not None else lambda tree: tree
 
-    def of_rows(trained, fixed, batch):
-        def loss(trained):
+    def row_gradients(trained: Any, fixed: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Mean]]:
+        def loss(trained: Any) -> tuple[jax.Array, tuple[dict, dict]]:
             own = terms(trained, fixed, batch)
             counts = summed({name: mean.count for name, mean in own.items()})
             shares = [
@@ -97,16 +97,16 @@ def gradients(
         return summed(gradient), {name: Mean(totals[name], counts[name]) for name in totals}
 
     if mesh is None:
-        return of_rows
+        return row_gradients
     whole, rows = PartitionSpec(), PartitionSpec(AXIS)
-    return jax.shard_map(of_rows, mesh=mesh, in_specs=(whole, whole, rows), out_specs=whole, check_vma=False)
+    return jax.shard_map(row_gradients, mesh=mesh, in_specs=(whole, whole, rows), out_specs=whole, check_vma=False)
 
 
-def totals(of_rows: Callable[[Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any], Any]:
+def totals(row_gradients: Callable[[Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any], Any]:
     """Turns `(params, batch) -> sums`, a tree over some rows, into that over the rows of all devices."""
 
-    def local(params, batch):
-        return _summed(of_rows(params, batch))
+    def local(params: Any, batch: dict[str, jax.Array]) -> Any:
+        return _summed(row_gradients(params, batch))
 
     whole, rows = PartitionSpec(), PartitionSpec(AXIS)
     return jax.shard_map(local, mesh=mesh, in_specs=(whole, rows), out_specs=whole, check_vma=False)

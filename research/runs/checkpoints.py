@@ -15,8 +15,8 @@ import json
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,7 @@ class Writer:
     For the folder's owner alone: what an earlier, killed process left half-written is removed.
     """
 
-    def __init__(self, folder: pathlib.Path, keep_last: int = 1, keep_best: int = 0):
+    def __init__(self, folder: pathlib.Path, keep_last: int = 1, keep_best: int = 0) -> None:
         """Keeps the `keep_last` newest, and the `keep_best` of the lowest validation loss, as `validated` says."""
         self._val_losses: dict[int, float] = {}
         self._kept = _Kept(keep_last, keep_best, self._val_losses)
@@ -137,10 +137,10 @@ class Writer:
         with errors.of_disk(self._folder):
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         with errors.of_disk(self._folder):
             self._manager.close()
 
@@ -179,10 +179,10 @@ class Writer:
 class _Kept(preservation_policy.PreservationPolicy):
     """The newest, and the best of those whose validation loss is known."""
 
-    def __init__(self, last: int, best: int, val_losses: dict[int, float]):
+    def __init__(self, last: int, best: int, val_losses: dict[int, float]) -> None:
         self._last, self._best, self._val_losses = last, best, val_losses
 
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """See orbax's `PreservationPolicy`."""
         del context
         return self.which([checkpoint.step for checkpoint in checkpoints])
@@ -287,7 +287,7 @@ def _describe(state: Any) -> dict[str, list]:
 
 
 def _check_fit(step: int, there: dict[str, list], like: Any) -> None:
-    def names(arrays):
+    def names(arrays: dict[str, list]) -> dict[str, str]:
         return {name: f"{dtype}{shape}" for name, (dtype, shape, *_) in arrays.items()}
 
     there, here = names(there), names(_by_path(lambda x: [str(x.dtype), list(x.shape)], like))

@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from research import errors
 from research.errors import ConfigError
@@ -34,16 +34,16 @@ class Tracker:
     wandb starts along with it and follows the file, to which rows are only appended from then on; see `ready`.
     """
 
-    def __init__(self, folder: pathlib.Path, settings: Settings, say: Callable[[str], None] = print):
+    def __init__(self, folder: pathlib.Path, settings: Settings, say: Callable[[str], None] = print) -> None:
         """Continues the record in `folder`; `say` is told in a line what concerns wandb."""
         self._path, self._say = folder / METRICS, say
         self._summary: dict[str, Any] = {}
         self._mirror = _Mirror(_job(folder, settings)) if settings.wandb.mode != "disabled" and is_writer() else None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if self._mirror is None:
             return
         stopped = isinstance(error, errors.InterruptedRunError)
@@ -89,7 +89,7 @@ def send_table(folder: pathlib.Path, settings: Settings, name: str, rows: list[d
 class _Mirror:
     """The process that speaks with wandb, see `research.runs.mirror`; nothing here waits longer than it says."""
 
-    def __init__(self, job: dict[str, Any]):
+    def __init__(self, job: dict[str, Any]) -> None:
         self._asked, self._mode, self._lost = job["mode"], "offline", False
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._process = subprocess.Popen(

@@ -44,7 +44,7 @@ class Settings(Group):
     run: Run = dataclasses.field(default_factory=Run)
     wandb: Wandb = dataclasses.field(default_factory=Wandb)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         kinds, attention = set(self.model.layers), self.attention
         for field in dataclasses.fields(attention):

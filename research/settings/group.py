@@ -57,10 +57,10 @@ class Group:
 
     group: ClassVar[str]
 
-    def __init_subclass__(cls, group: str = ""):
+    def __init_subclass__(cls, group: str = "") -> None:
         cls.group = group
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Raises SettingError where a field's value is not allowed, alone or beside the others."""
         for field in dataclasses.fields(self):
             allowed = field.metadata.get("allowed")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import Self
 
 from research import exits
 
@@ -37,7 +38,7 @@ class Children:
     processes are told to stop, and waited for.
     """
 
-    def __init__(self, patient: bool = False):
+    def __init__(self, patient: bool = False) -> None:
         """`patient`: a second signal is passed over, for whoever sends it kills by itself what lasts too long."""
         self._patient = patient
         self._running: dict[subprocess.Popen, bool] = {}  # and whether it was told to stop
@@ -45,12 +46,12 @@ class Children:
         self._stopped = ""
         self._first: dict[int, float] = {}  # when each signal came first, s
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
         self._before = {number: signal.signal(number, self._note) for number in (exits.heeded() if main else ())}
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.stop(kind.__name__)
             for process in list(self._running):

@@ -49,7 +49,7 @@ class Point:
     overrides: Overrides
     after: str | tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.after, str):
             object.__setattr__(self, "after", (self.after,))
 

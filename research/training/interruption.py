@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Self
 
 import jax
 import numpy as np
@@ -20,13 +21,13 @@ class Interruption:
     otherwise.
     """
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._received, self._at = 0, 0.0
         main = threading.current_thread() is threading.main_thread()
         self._before = {number: signal.signal(number, self._note) for number in (exits.heeded() if main else ())}
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

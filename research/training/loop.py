@@ -120,7 +120,7 @@ def _started_from(folder: pathlib.Path) -> dict[str, Any]:
 class _Run:
     """The steps of a run, and where it stands with saving them."""
 
-    def __init__(self, folder: pathlib.Path, settings: Settings, trainer: Trainer, interruption: Interruption):
+    def __init__(self, folder: pathlib.Path, settings: Settings, trainer: Trainer, interruption: Interruption) -> None:
         self._folder, self._settings, self._trainer, self._interruption = folder, settings, trainer, interruption
         self._saved = trainer.done
 
@@ -138,7 +138,9 @@ class _Run:
             f"{signal} {what}; start again with --config.run.id={self._settings.run.id} to go on"
         )
 
-    def steps(self, writer: checkpoints.Writer, tracker: tracking.Tracker, pending: dict[str, Any], advance) -> None:
+    def steps(
+        self, writer: checkpoints.Writer, tracker: tracking.Tracker, pending: dict[str, Any], advance: Callable
+    ) -> None:
         """The steps that are left; `pending` is what the last one done has still to log."""
         settings, trainer = self._settings, self._trainer
         rows = folder_lib.read_rows(self._folder)
@@ -206,7 +208,7 @@ def _due(step: int, every: int) -> bool:
 class _Meter:
     """Times and tokens since they were last read."""
 
-    def __init__(self, flops_per_token: float):
+    def __init__(self, flops_per_token: float) -> None:
         self._flops_per_token = flops_per_token
         self._steps: list[tuple[int, float, float]] = []
 

@@ -3,6 +3,8 @@
 Apart, since the indexers have a loss of their own, which is to leave the model alone: a common norm to clip would not.
 """
 
+from typing import Any
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -62,10 +64,10 @@ def trains(spec: Spec) -> dict[str, bool]:
 def restarted(opt_state: optax.OptState) -> optax.OptState:
     """The same state, moments and all, at the beginning of the learning rate's schedule."""
 
-    def is_schedule(node):
+    def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
-    def restart(node):
+    def restart(node: Any) -> Any:
         return node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node
 
     return jax.tree.map(restart, opt_state, is_leaf=is_schedule)
@@ -74,7 +76,7 @@ def restarted(opt_state: optax.OptState) -> optax.OptState:
 def _kept(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Changes nothing, and keeps a state like that of `inner`."""
 
-    def update(updates, state, params=None):
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         return jax.tree.map(jnp.zeros_like, updates), state
 

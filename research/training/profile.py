@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 import resource
 from collections.abc import Iterator
+from typing import Self
 
 import jax
 
@@ -17,16 +18,16 @@ class Profiler:
     the device's allocations after the last traced step, for pprof.
     """
 
-    def __init__(self, folder: pathlib.Path, first: int, steps: int):
+    def __init__(self, folder: pathlib.Path, first: int, steps: int) -> None:
         """Traces `steps` steps from `first` on; none where it is 0, and in the first process alone."""
         self._folder = folder
         self._traced = range(first, first + steps) if jax.process_index() == 0 else range(0)
         self._running = False
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if self._running:
             self._stop()
 

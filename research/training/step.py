@@ -42,7 +42,7 @@ def init(
     model = language_model.build(dataclasses.replace(spec, settings=spec.settings.replace(attention=attention)))
     shortest = max(spec.visibility(kind).stride for kind in KINDS)
 
-    def create(key):
+    def create(key: jax.Array) -> State:
         params = model.init(key, jnp.zeros((1, shortest), jnp.int32), Documents.whole(1, shortest))
         return State(params, optimizer.init(params))
 

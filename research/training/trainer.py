@@ -43,7 +43,7 @@ class Trainer:
       cost: of `programs`, and flops_per_token; after `compile`.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings) -> None:
         """Reads the data and makes the first state.
 
         Raises:

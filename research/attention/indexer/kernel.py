@@ -27,8 +27,8 @@ def scores(
     heads_at_once: int,
     entries_at_once: int,
     interpret: bool,
-    q: Float[Array, "B S I D"],
-    keys: Float[Array, "B C D"],
+    q: Float[Array, "B S I W"],
+    keys: Float[Array, "B C W"],
     weights: Float32[Array, "B S I"],
 ) -> Float32[Array, "B S C"]:
     """`sum_i weights_i * relu(q_i . key)`.
@@ -71,7 +71,7 @@ def _scores_backward(
     interpret: bool,
     saved: tuple[Array, Array, Array],
     d_scores: Float32[Array, "B S C"],
-) -> tuple[Float[Array, "B S I D"], Float[Array, "B C D"], Float32[Array, "B S I"]]:
+) -> tuple[Float[Array, "B S I W"], Float[Array, "B C W"], Float32[Array, "B S I"]]:
     q, keys, weights = saved
     batch, seq_len, heads, width = q.shape
     grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q, keys, weights)
@@ -134,8 +134,8 @@ def _backward(q: Ref, keys: Ref, weights: Ref, d_scores: Ref, d_q: Ref, d_weight
 def _plan(
     heads_at_once: int,
     entries_at_once: int,
-    q: Float[Array, "B S I D"],
-    keys: Float[Array, "B C D"],
+    q: Float[Array, "B S I W"],
+    keys: Float[Array, "B C W"],
     weights: Float32[Array, "B S I"],
 ) -> tuple[tuple[int, ...], Array, Array, dict[str, pl.BlockSpec]]:
     """The grid (batch, queries, heads, entries), q [B, I, S, D], weights [B, groups, S, heads of one], block specs."""

@@ -152,7 +152,7 @@ class _Block(NamedTuple):
     """Some queries, what they see, and their heads; Q of them, `window - 1 + Q` local keys before and at them."""
 
     index: Index  # their queries and weights, all keys
-    heads: Heads  # their queries, their local keys, all entries
+    heads: tuple  # `Heads` of their queries, their local keys and all entries
     sees_local: Bool[Array, "B Q local"]
     visible: Bool[Array, "B Q C"]
     seen: Bool[Array, "B Q C"]  # those attended

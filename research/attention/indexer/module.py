@@ -28,7 +28,7 @@ class Indexer(hk.Module):
       freqs: from `rope.frequencies`.
     """
 
-    def __init__(self, settings: Attention, norm_eps: float, freqs: np.ndarray, name: str = "indexer"):
+    def __init__(self, settings: Attention, norm_eps: float, freqs: np.ndarray, name: str = "indexer") -> None:
         super().__init__(name=name)
         self.settings, self.norm_eps, self.freqs = settings, norm_eps, freqs
 

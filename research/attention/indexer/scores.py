@@ -21,8 +21,8 @@ _DEFAULT_ENTRIES = {"xla": 0, "pallas": 512}
 class Index(NamedTuple):
     """What scores are made of, by I index heads."""
 
-    q: Float[Array, "B S I D"]
-    keys: Float[Array, "B C D"]
+    q: Float[Array, "B S I W"]
+    keys: Float[Array, "B C W"]
     weights: Float32[Array, "B S I"]
 
 

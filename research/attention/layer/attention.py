@@ -25,7 +25,7 @@ class Attention(hk.Module):
     Parameters are float32 and the same, names included, under every backend and at every sequence length.
     """
 
-    def __init__(self, spec: Spec, kind: str, measure: bool = False, name: str = "attention"):
+    def __init__(self, spec: Spec, kind: str, measure: bool = False, name: str = "attention") -> None:
         """Settings.
 
         Args:

@@ -35,7 +35,7 @@ class Compressor(hk.Module):
         norm_eps: float,
         freqs: np.ndarray,
         name: str = "compressor",
-    ):
+    ) -> None:
         super().__init__(name=name)
         self.visibility, self.width, self.norm_eps, self.freqs = visibility, width, norm_eps, freqs
 
@@ -81,7 +81,7 @@ def pool(
     return jnp.sum(values.astype(jnp.float32) * jax.nn.softmax(gates, axis=2, where=present), axis=2)
 
 
-def _beside_previous(series: Float[Array, "B C R 2*D"]) -> Float[Array, "B C 2*R D"]:
+def _beside_previous(series: Float[Array, "B C R two_series"]) -> Float[Array, "B C pooled D"]:
     """The first series of window w - 1 (zeros for w = 0), then the second of window w."""
     first, second = jnp.split(series, 2, axis=-1)
     previous = jnp.pad(first, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]

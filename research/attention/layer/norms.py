@@ -18,7 +18,7 @@ class RMSNorm(hk.RMSNorm):
     The parameter `scale` is float32 and starts at 1; `create_scale=False` leaves it out.
     """
 
-    def __init__(self, eps: float, *, create_scale: bool = True, name: str | None = None):
+    def __init__(self, eps: float, *, create_scale: bool = True, name: str | None = None) -> None:
         super().__init__(axis=-1, eps=eps, create_scale=create_scale, name=name)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:

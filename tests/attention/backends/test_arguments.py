@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
 
 from research.attention import attend as attend_lib
 from research.attention import backends
@@ -52,6 +53,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("backend", backends.NAMES)
 def test_refused_argument_is_named(backend, kind, name, value, message):
     place = {"local": "keys.", "compressed": "keys.", "segments": "documents."}.get(name, "")
@@ -78,3 +80,9 @@ def test_auto_follows_the_platform():
         assert attend_lib.backend_of("auto", platform) == "blockwise"
     for name in backends.NAMES:
         assert attend_lib.backend_of(name, "cpu") == name
+
+
+def test_shapes_are_checked_in_tests():
+    """By their annotations: what these tests call is held to them."""
+    with pytest.raises(TypeCheckError, match="'B S H D'"):
+        attend("dot_product", "hca", q=jnp.zeros((2, SEQ_LEN, 16)))

@@ -5,11 +5,13 @@ One file, for all of it is the one call of the kernel: what is asked of it, both
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from research.attention import attend as attend_lib
 from research.attention.attend import Attend, Documents, Effective, Inputs, Pass, Sizes
@@ -20,6 +22,7 @@ from research.attention.backends.splash.schedules.block_schedule import FULL, PA
 from research.attention.indexer import selection
 from research.attention.padding import round_up
 from research.attention.product import precision_name
+from research.attention.visibility import Visibility
 from research.hardware import LANES
 from research.settings.group import divisors
 
@@ -112,8 +115,8 @@ def cost(attend: Attend, sizes: Sizes, effective: Effective) -> tuple[Pass, Pass
 
     forward = 2 * q_bytes + active(first) * 2 * config.block_kv * width * size + masks(first)
     # The rows of a block of keys: q, d_out, and their float32 log-sum-exp and product.
-    of_rows = config.block_q_dkv * (2 * width * size + 2 * _SUBLANES * _FLOAT32)
-    backward = active(second) * of_rows + 2 * kv_bytes + 4 * lay.kv_len * width * _FLOAT32 + masks(second)
+    row_bytes = config.block_q_dkv * (2 * width * size + 2 * _SUBLANES * _FLOAT32)
+    backward = active(second) * row_bytes + 2 * kv_bytes + 4 * lay.kv_len * width * _FLOAT32 + masks(second)
     if effective["dq_reduction_steps"] == 3:
         backward += active(second) * 2 * config.block_q_dkv * width * size + 4 * q_bytes
     else:
@@ -129,8 +132,14 @@ def build_host(attend: Attend, sizes: Sizes, effective: Effective) -> None:
         build(*kernel_of(attend.visibility, sizes.seq_len, effective))
 
 
-def _attend_one(heads, schedule, config, sinks, sequence):
-    """One sequence: q [S, H, D], keys [kv_len, D] -> [S, H, D]."""
+def _attend_one(
+    heads: "_Heads",
+    schedule: schedules.Schedule,
+    config: splash.SplashConfig,
+    sinks: Float32[Array, " H"] | None,
+    sequence: dict[str, Any],
+) -> Float[Array, "S H D"]:
+    """One sequence: its q [S, H, D] and keys [kv_len, D]."""
     rows, cols = sequence["ids"] or (None, None)
     if schedule.runtime_mask:
         mask = sequence["mask"]
@@ -157,10 +166,10 @@ class _Heads:
     precision: str
     scale: float
 
-    def each(self, body, state, heads: int):
+    def each(self, body: Callable[[Any, Array], Any], state: Any, heads: int) -> Any:
         """Folds `state = body(state, first head)` over the groups; here alone are kernels traced."""
 
-        def step(state, first):
+        def step(state: Any, first: Int32[Array, ""]) -> tuple[Any, None]:
             # tokamax names no precision: left alone, a TPU would round its float32 operands to bfloat16.
             precision = jax.default_matmul_precision(self.precision)
             with splash.vmem_limit(self.vmem_limit_kib), splash.logit_scale(self.scale), precision:
@@ -168,38 +177,56 @@ class _Heads:
 
         return jax.lax.scan(step, state, jnp.arange(0, heads, self.at_once))[0]
 
-    def take(self, x, first):
-        """[S, H, D] to the kernel's [at_once, q_len, D]."""
+    def take(self, x: Float[Array, "S H D"], first: Int32[Array, ""]) -> Float[Array, "at_once q_len D"]:
+        """Some heads as the kernel has them."""
         some = jax.lax.dynamic_slice_in_dim(x, first, self.at_once, axis=1)
         return self.layout.pad_queries(some.swapaxes(0, 1), axis=1)
 
-    def put(self, x, some, first):
+    def put(
+        self, x: Float[Array, "S H D"], some: Float[Array, "at_once q_len D"], first: Int32[Array, ""]
+    ) -> Float[Array, "S H D"]:
         """The reverse of `take`."""
         some = some[:, : self.layout.seq_len].swapaxes(0, 1)
         return jax.lax.dynamic_update_slice_in_dim(x, some.astype(x.dtype), first, axis=1)
 
-    def of(self, sinks, first):
-        """Some heads of [H, ...]."""
-        return None if sinks is None else jax.lax.dynamic_slice_in_dim(sinks, first, self.at_once)
+    def part(
+        self, x: Float32[Array, " H *rest"] | None, first: Int32[Array, ""]
+    ) -> Float32[Array, " at_once *rest"] | None:
+        """That of some heads."""
+        return None if x is None else jax.lax.dynamic_slice_in_dim(x, first, self.at_once)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @splash.allows_rank_promotion
-def _call(heads, kernel, q, keys, ids, sinks):
-    def body(out, first):
-        return heads.put(out, kernel(heads.take(q, first), keys, keys, ids, heads.of(sinks, first)), first)
+def _call(
+    heads: _Heads,
+    kernel: splash.SplashAttentionKernel,
+    q: Float[Array, "S H D"],
+    keys: Float[Array, "kv_len D"],
+    ids: splash.SegmentIds | None,
+    sinks: Float32[Array, " H"] | None,
+) -> Float[Array, "S H D"]:
+    def body(out: Float[Array, "S H D"], first: Int32[Array, ""]) -> Float[Array, "S H D"]:
+        return heads.put(out, kernel(heads.take(q, first), keys, keys, ids, heads.part(sinks, first)), first)
 
     return heads.each(body, jnp.zeros_like(q), q.shape[1])
 
 
 @splash.allows_rank_promotion
-def _call_forward(heads, kernel, q, keys, ids, sinks):
-    def body(results, first):
+def _call_forward(
+    heads: _Heads,
+    kernel: splash.SplashAttentionKernel,
+    q: Float[Array, "S H D"],
+    keys: Float[Array, "kv_len D"],
+    ids: splash.SegmentIds | None,
+    sinks: Float32[Array, " H"] | None,
+) -> tuple[Float[Array, "S H D"], tuple]:
+    def body(results: tuple[Array, Array], first: Int32[Array, ""]) -> tuple[Array, Array]:
         out, logsumexp = results
-        some = heads.take(q, first), keys, keys, ids, heads.of(sinks, first)
-        of_some, stats = kernel(*some, save_residuals=True)
+        some = heads.take(q, first), keys, keys, ids, heads.part(sinks, first)
+        out_part, stats = kernel(*some, save_residuals=True)
         logsumexp = jax.lax.dynamic_update_slice_in_dim(logsumexp, stats["logsumexp"], first, axis=0)
-        return heads.put(out, of_some, first), logsumexp
+        return heads.put(out, out_part, first), logsumexp
 
     nothing = jnp.zeros_like(q), jnp.zeros((q.shape[1], heads.layout.q_len))
     out, logsumexp = attend_lib.saved(*heads.each(body, nothing, q.shape[1]))
@@ -207,16 +234,16 @@ def _call_forward(heads, kernel, q, keys, ids, sinks):
 
 
 @splash.allows_rank_promotion
-def _call_backward(heads, residuals, d_out):
+def _call_backward(heads: _Heads, residuals: tuple, d_out: Float[Array, "S H D"]) -> tuple:
     """The kernel's own gradients, but of the sinks: in bfloat16 it gives one of q's dtype, which autodiff refuses."""
-    kernel, q, keys, ids, sinks, out_SxHxD, logsumexp_HxS = residuals
+    kernel, q, keys, ids, sinks, out, logsumexp = residuals  # the last one [H, q_len]
 
-    def body(gradients, first):
+    def body(gradients: tuple[Array, Array], first: Int32[Array, ""]) -> tuple[Array, Array]:
         d_q, d_keys = gradients
-        saved = heads.take(q, first), keys, ids, heads.take(out_SxHxD, first), heads.of(logsumexp_HxS, first)
+        saved = heads.take(q, first), keys, ids, heads.take(out, first), heads.part(logsumexp, first)
         parts = splash.backward(kernel, *saved, heads.take(d_out, first))
-        more, of_keys, of_values = (x.astype(jnp.float32) for x in parts)
-        d_keys += of_keys * heads.scale + of_values  # keys serve as values too
+        more, as_keys, as_values = (x.astype(jnp.float32) for x in parts)
+        d_keys += as_keys * heads.scale + as_values  # keys serve as values too
         return heads.put(d_q, more * heads.scale, first), d_keys
 
     nothing = jnp.zeros_like(q), jnp.zeros(keys.shape, jnp.float32)
@@ -224,16 +251,16 @@ def _call_backward(heads, residuals, d_out):
     d_sinks = None
     if sinks is not None:
         # The sink takes exp(sink - logsumexp) of a row's weight away from the keys, whose mean value is `out`.
-        weight_SxH = jnp.exp(sinks - logsumexp_HxS[:, : len(q)].T)
-        product_SxH = jnp.sum(out_SxHxD.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-        d_sinks = -jnp.sum(weight_SxH * product_SxH, axis=0)
+        weight = jnp.exp(sinks - logsumexp[:, : len(q)].T)
+        product = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+        d_sinks = -jnp.sum(weight * product, axis=0)
     return None, d_q, d_keys.astype(keys.dtype), None, d_sinks
 
 
 _call.defvjp(_call_forward, _call_backward)
 
 
-def kernel_of(visibility, seq_len: int, effective: Effective) -> tuple[layout.Layout, splash.SplashConfig]:
+def kernel_of(visibility: Visibility, seq_len: int, effective: Effective) -> tuple[layout.Layout, splash.SplashConfig]:
     """Where the kernel's rows and columns lie, and tokamax's config of it, by what `resolve` returned."""
     return _layout(visibility, seq_len, effective), _splash_config(effective)
 
@@ -271,7 +298,7 @@ def _check_scalar_memory(attend: Attend, lay: layout.Layout, effective: Effectiv
             raise attend.error("schedule", scalar_memory.too_large(effective["schedule"], blocks, size))
 
 
-def _layout(visibility, seq_len: int, blocks: Effective) -> layout.Layout:
+def _layout(visibility: Visibility, seq_len: int, blocks: Effective) -> layout.Layout:
     return layout.make(
         visibility,
         seq_len,

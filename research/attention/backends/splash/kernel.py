@@ -13,9 +13,11 @@ import contextlib
 import importlib.util
 import inspect
 import types
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32
 from tokamax._src.ops.experimental.tpu.splash_attention.base import (
     DEFAULT_MASK_VALUE,
     SegmentIds,
@@ -42,7 +44,7 @@ __all__ = [
 _limit, _scale = jax.make_user_context(0), jax.make_user_context(1.0)  # contexts that jax.jit's caches know of
 
 
-def _compiler_params(**settings) -> pltpu.CompilerParams:
+def _compiler_params(**settings: Any) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(**settings, vmem_limit_bytes=_limit.value or None)
 
 
@@ -83,14 +85,22 @@ make_dynamic_splash_mqa = allows_rank_promotion(kernels.make_dynamic_splash_mqa)
 make_splash_mqa_single_device = allows_rank_promotion(kernels.make_splash_mqa_single_device)
 
 
-def backward(kernel, q, keys, ids, out, logsumexp, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(
+    kernel: SplashAttentionKernel,
+    q: Float[Array, "H q_len D"],
+    keys: Float[Array, "kv_len D"],
+    ids: SegmentIds | None,
+    out: Float[Array, "H q_len D"],
+    logsumexp: Float32[Array, "H q_len"],
+    d_out: Float[Array, "H q_len D"],
+) -> tuple[Float[Array, "H q_len D"], Float[Array, "kv_len D"], Float[Array, "kv_len D"]]:
     """The kernel's own backward pass, apart from its forward one.
 
     Args:
       kernel: a shared-key kernel of the natural exponential.
-      q, keys, ids: what it was called with, [H, q_len, D], [kv_len, D] as keys and values, and `SegmentIds` or None.
-      out, logsumexp: what it gave, [H, q_len, D] and float32 [H, q_len].
-      d_out: [H, q_len, D].
+      q, keys, ids: what it was called with, keys as keys and values.
+      out, logsumexp: what it gave.
+      d_out: the gradient of out.
 
     Returns:
       The gradients of q, and of keys as keys and as values; the first two without the factor `logit_scale`.

@@ -14,8 +14,8 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from research.attention import visibility as visibility_lib
 from research.attention.padding import pad, round_up
@@ -58,30 +58,35 @@ class Layout:
             seen |= self.visibility.sees_compressed(row, col - self.local_len) & (col >= self.local_len)
         return seen
 
-    def pad_queries(self, x: jax.Array, axis: int) -> jax.Array:
+    def pad_queries(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
         """Pads `axis` from S to `q_len` with zeros."""
         return pad(x, axis, 0, self.q_len - x.shape[axis], 0)
 
-    def join_keys(self, local: jax.Array, compressed: jax.Array) -> jax.Array:
-        """[B, S, D] and [B, C, D] to [B, kv_len, D]."""
+    def join_keys(self, local: Float[Array, "B S D"], compressed: Float[Array, "B C D"]) -> Float[Array, "B kv_len D"]:
+        """The columns' keys."""
         local = pad(local, 1, 0, self.local_len - local.shape[1], 0)
         return jnp.concatenate([local, pad(compressed, 1, 0, self.compressed_len - compressed.shape[1], 0)], axis=1)
 
-    def segment_ids(self, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, S] to the ids of the rows [B, q_len] and columns [B, kv_len], to be compared for equality.
+    def segment_ids(self, segments: Int32[Array, "B S"]) -> tuple[Int32[Array, "B q_len"], Int32[Array, "B kv_len"]]:
+        """The ids of rows and columns, to be compared for equality.
 
         Padded tokens see each other and themselves (see the module's docstring), straddling entries nobody.
         """
         rows = pad(segments, 1, 0, self.q_len - segments.shape[1], visibility_lib.PADDING)
         cols = pad(segments, 1, 0, self.local_len - segments.shape[1], visibility_lib.PADDING)
         if self.entries:
-            of_entry = visibility_lib.entry_segments(segments, self.visibility.ratio)
-            of_entry = pad(of_entry, 1, 0, self.compressed_len - of_entry.shape[1], visibility_lib.STRADDLES)
-            cols = jnp.concatenate([cols, of_entry], axis=1)
+            entries = visibility_lib.entry_segments(segments, self.visibility.ratio)
+            entries = pad(entries, 1, 0, self.compressed_len - entries.shape[1], visibility_lib.STRADDLES)
+            cols = jnp.concatenate([cols, entries], axis=1)
         return rows, cols
 
-    def runtime_mask(self, rows: jax.Array | None, cols: jax.Array | None, selected: jax.Array | None) -> jax.Array:
-        """Bool [q_len, kv_len] of one sequence, from its `segment_ids` and the indexer's choice [S, C]."""
+    def runtime_mask(
+        self,
+        rows: Int32[Array, " q_len"] | None,
+        cols: Int32[Array, " kv_len"] | None,
+        selected: Bool[Array, "S C"] | None,
+    ) -> Bool[Array, "q_len kv_len"]:
+        """The mask of one sequence, from its `segment_ids` and the indexer's choice."""
         mask = self.sees(jnp.arange(self.q_len)[:, None], jnp.arange(self.kv_len)[None])
         if rows is not None:
             mask &= rows[:, None] == cols[None]

@@ -119,7 +119,7 @@ def with_empty_rows(schedule: BlockSchedule, num_rows: int) -> BlockSchedule:
     )
 
 
-def _local_pairs(layout: Layout, block_q: int, block_kv: int):
+def _local_pairs(layout: Layout, block_q: int, block_kv: int) -> tuple[np.ndarray, ...]:
     """Active blocks of local keys: q and kv block, 0, offset, whether full."""
     window = layout.visibility.window
     r = np.arange(0, layout.q_len, block_q)
@@ -132,7 +132,7 @@ def _local_pairs(layout: Layout, block_q: int, block_kv: int):
     return q, kv, np.zeros_like(q), offset, full
 
 
-def _entry_pairs(layout: Layout, block_q: int, block_kv: int):
+def _entry_pairs(layout: Layout, block_q: int, block_kv: int) -> tuple[np.ndarray, ...]:
     """Active blocks of compressed entries: q and kv block, 1, offset, whether full."""
     ratio = layout.visibility.ratio
     r = np.arange(0, layout.q_len, block_q)

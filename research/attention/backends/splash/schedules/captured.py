@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.attention.backends.splash import kernel as splash
+from research.attention.backends.splash.layout import Layout
 from research.hardware import LANES
 
 
-def kernel(layout, config, given=None):
+def kernel(layout: Layout, config: splash.SplashConfig, given: None = None) -> splash.SplashAttentionKernel:
     """A kernel for every sequence of that layout."""
     del given
     rows, cols = np.arange(layout.q_len, dtype=np.int32)[:, None], np.arange(layout.kv_len, dtype=np.int32)[None]

@@ -5,17 +5,23 @@ large constant enters it.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int8
 
 from research.attention.backends.splash import kernel as splash
+from research.attention.backends.splash.layout import Layout
 from research.attention.backends.splash.schedules import block_schedule
 from research.attention.backends.splash.schedules.block_schedule import EMPTY, BlockSchedule
 
+# The forward and the backward schedule, each with whether only its blocks are visited or the whole grid.
+Plan = tuple[tuple[BlockSchedule, bool], tuple[BlockSchedule, bool]]
 
-def kernel(layout, config, given=None):
+
+def kernel(layout: Layout, config: splash.SplashConfig, given: None = None) -> splash.SplashAttentionKernel:
     """A kernel for every sequence of that layout; its schedule is built once."""
     del given
     plan = schedules(layout, config)
@@ -23,7 +29,7 @@ def kernel(layout, config, given=None):
 
 
 @functools.lru_cache(maxsize=64)
-def schedules(layout, config) -> tuple[tuple[BlockSchedule, bool], tuple[BlockSchedule, bool]]:
+def schedules(layout: Layout, config: splash.SplashConfig) -> Plan:
     """The forward and backward schedule, each with whether only its blocks are visited or the whole grid."""
     forward = block_schedule.build(layout, config.block_q, config.block_kv, transposed=False)
     backward = block_schedule.build(layout, config.block_q_dkv, config.block_kv_dkv, transposed=True)
@@ -57,7 +63,13 @@ def mask_info(schedule: BlockSchedule, dynamic_grid: bool) -> splash.MaskInfo:
     )
 
 
-def assemble(config, forward_info, backward_info, plan, mask_function=None) -> splash.SplashAttentionKernel:
+def assemble(
+    config: splash.SplashConfig,
+    forward_info: splash.MaskInfo,
+    backward_info: splash.MaskInfo,
+    plan: Plan,
+    mask_function: Callable | None = None,
+) -> splash.SplashAttentionKernel:
     """A shared-key kernel over two `MaskInfo`s of the schedules in `plan`, as tokamax's own factory would call it."""
     forward, backward = (_fraction(schedule) for schedule, _ in plan)
     return splash.SplashAttentionKernel(
@@ -80,12 +92,14 @@ def _fraction(schedule: BlockSchedule) -> float:
     return float(np.count_nonzero(schedule.kinds) / blocks)
 
 
-def partial_blocks(schedule: BlockSchedule, attended: jax.Array | None = None) -> jax.Array:
+def partial_blocks(
+    schedule: BlockSchedule, attended: Bool[Array, "q_len compressed_len"] | None = None
+) -> Int8[Array, "unique rows cols"]:
     """The schedule's partial blocks, made inside the program; the barrier keeps the compiler from folding them."""
     return schedule.partial_blocks(lambda offsets: jax.lax.optimization_barrier(jnp.asarray(offsets)), attended)
 
 
-def _with_partial_blocks(schedule, dynamic_grid):
+def _with_partial_blocks(schedule: BlockSchedule, dynamic_grid: bool) -> splash.MaskInfo:
     info = jax.tree.map(jnp.asarray, mask_info(schedule, dynamic_grid))
     return info._replace(partial_mask_blocks=partial_blocks(schedule))
 

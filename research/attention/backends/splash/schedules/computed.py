@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research.attention.backends.splash import kernel as splash
 from research.attention.backends.splash.layout import Layout
 from research.attention.backends.splash.schedules import closed_form
 
@@ -24,7 +25,7 @@ class _Sees:
         return self.layout.sees(rows, cols)
 
 
-def kernel(layout, config, given=None):
+def kernel(layout: Layout, config: splash.SplashConfig, given: None = None) -> splash.SplashAttentionKernel:
     """A kernel for every sequence of that layout; its schedule is built once."""
     del given
     rows = np.arange(layout.q_len, dtype=np.int32)

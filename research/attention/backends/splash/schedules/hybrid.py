@@ -8,12 +8,15 @@ skipped.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
+from research.attention.backends.splash import kernel as splash
+from research.attention.backends.splash.layout import Layout
 from research.attention.backends.splash.schedules import closed_form
-from research.attention.backends.splash.schedules.block_schedule import EMPTY, PARTIAL
+from research.attention.backends.splash.schedules.block_schedule import EMPTY, PARTIAL, BlockSchedule
 
 
-def kernel(layout, config, given):
+def kernel(layout: Layout, config: splash.SplashConfig, given: Bool[Array, "S C"]) -> splash.SplashAttentionKernel:
     """A kernel over one sequence's choice of entries. Never `vmap` it: see `dynamic`."""
     rows, entries = jnp.arange(layout.q_len)[:, None], jnp.arange(layout.compressed_len)[None]
     chosen = jnp.pad(given, ((0, layout.q_len - layout.seq_len), (0, layout.compressed_len - layout.entries)))
@@ -22,7 +25,9 @@ def kernel(layout, config, given):
     return closed_form.assemble(config, *(_with_choice(*part, attended) for part in plan), plan)
 
 
-def _with_choice(schedule, dynamic_grid, attended):
+def _with_choice(
+    schedule: BlockSchedule, dynamic_grid: bool, attended: Bool[Array, "q_len compressed_len"]
+) -> splash.MaskInfo:
     info = jax.tree.map(jnp.asarray, closed_form.mask_info(schedule, dynamic_grid))
     blocks = closed_form.partial_blocks(schedule, attended)
     nothing = ~jnp.any(blocks, axis=(1, 2))[info.mask_next]

@@ -16,7 +16,7 @@ from research.attention.backends.splash.layout import Layout
 class LayoutMask(splash.Mask):
     """tokamax's view of a layout: evaluated for the requested rows and columns only."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
     @property
@@ -24,7 +24,7 @@ class LayoutMask(splash.Mask):
         """(q_len, kv_len)."""
         return self._layout.q_len, self._layout.kv_len
 
-    def __getitem__(self, index) -> np.ndarray:
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         rows, cols = (np.arange(length)[part] for length, part in zip(self.shape, index, strict=True))
         return self._layout.sees(rows[:, None], cols[None])
 
@@ -37,7 +37,7 @@ class LayoutMask(splash.Mask):
 
 
 @functools.lru_cache(maxsize=32)
-def kernel(layout, config, given=None):
+def kernel(layout: Layout, config: splash.SplashConfig, given: None = None) -> splash.SplashAttentionKernel:
     """A kernel for every sequence of that layout; built once."""
     del given
     with jax.ensure_compile_time_eval():  # the cached arrays must outlive the trace that asked first
