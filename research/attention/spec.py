@@ -76,11 +76,17 @@ class Spec:
                 found[kind] |= {f"index_{name}": value for name, value in dataclasses.asdict(self.scoring).items()}
         return found
 
+    @property
+    def heads_at_once(self) -> int:
+        """Heads that one call of the op serves."""
+        return self.settings.attention.heads_at_once or self.settings.attention.heads
+
     def sizes(self, *, packed: bool = True) -> Sizes:
         """Of a layer's call of the op."""
         attention = self.settings.attention
-        heads = attention.heads_of_attend
-        return Sizes(self.settings.data.seq_len, heads, attention.head_width, self.settings.model.dtype, packed)
+        return Sizes(
+            self.settings.data.seq_len, self.heads_at_once, attention.head_width, self.settings.model.dtype, packed
+        )
 
     @property
     def alignment(self) -> int:

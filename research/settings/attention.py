@@ -79,11 +79,6 @@ class Attention(Kernel, group="attention"):
         """What is asked of a backend."""
         return Kernel(**{name: getattr(self, name) for name in Kernel.__dataclass_fields__})
 
-    @property
-    def heads_of_attend(self) -> int:
-        """Heads that one call of the attention op serves."""
-        return self.heads_at_once or self.heads
-
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """See `Group`."""
         for name in ("head_width", "index_head_width"):

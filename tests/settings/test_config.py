@@ -19,7 +19,7 @@ from research.runs import tracking
 from research.settings import fields
 from research.settings.attention import Attention, Kernel
 from research.settings.config import Settings, base_config, from_json, groups, read
-from research.settings.group import Group
+from research.settings.group import NOT_NEGATIVE, POSITIVE, UNSET_OR_MORE, Group
 from research.training import run
 from research.validation import validate
 from tests import tiny
@@ -272,20 +272,16 @@ REFUSED = [
     ),
     ({"wandb.mode": "on"}, "wandb.mode='on': must be one of auto, online, offline, disabled"),
 ]
-POSITIVE = {
-    "model": ("repeats", "hidden", "ffn_width", "norm_eps"),
-    "attention": ("window", "hca_ratio", "csa_ratio", "top_k", "heads", "head_width", "rope_width", "q_rank"),
-    "rope": ("theta", "compressed_theta", "yarn_original_length", "yarn_beta_fast", "yarn_beta_slow"),
-    "optimizer": ("learning_rate", "clip_norm"),
-    "train": ("steps", "log_every", "eval_batches", "keep_last"),
-    "bench": ("repeats", "timeout_minutes"),
-    "aot": ("timeout_minutes",),
-}
-POSITIVE["attention"] += ("out_groups", "out_rank", "index_heads", "index_head_width")
+# What a kind of range refuses, in every field that has it.
+BEYOND = {POSITIVE: 0, NOT_NEGATIVE: -1, UNSET_OR_MORE: -1}
 REFUSED += [
-    ({f"{group}.{name}": type(base_config()[group][name])(0)}, rf"{group}\.{name}=0(\.0)?: must be positive")
-    for group, names in POSITIVE.items()
-    for name in names
+    (
+        {f"{name}.{field.name}": type(field.default)(BEYOND[field.metadata["allowed"]])},
+        rf"{name}\.{field.name}=-?[01](\.0)?: must be {re.escape(field.metadata['allowed'].words)}",
+    )
+    for name, group in groups()
+    for field in dataclasses.fields(group)
+    if field.metadata["allowed"] in BEYOND
 ]
 REFUSED += [({"attention.top_k": -1}, "attention.top_k=-1: must be positive")]
 

@@ -96,9 +96,7 @@ class Attention(hk.Module):
             out = rope.rotate_back(out, positions, freqs).reshape(*positions.shape, *down.shape[:2])
             return product("bsgi,gir->bsgr", out, down)
 
-        mixed = _some_heads_at_once(
-            some_heads, settings.heads // settings.heads_of_attend, q_up, sinks, down.astype(x.dtype)
-        )
+        mixed = _some_heads_at_once(some_heads, settings.heads // spec.heads_at_once, q_up, sinks, down.astype(x.dtype))
         return project("out_up", mixed.reshape(*positions.shape, -1), spec.settings.model.hidden), indexer_means
 
 

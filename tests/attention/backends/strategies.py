@@ -15,8 +15,8 @@ from research.attention import backends
 from research.attention.attend import Attend, Documents, Keys, Sizes, Target
 from research.attention.backends import blockwise
 from research.attention.backends.splash import schedules
-from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow, Visibility
-from research.settings.attention import Kernel
+from research.attention.visibility import KINDS, Visibility
+from research.settings.attention import Attention, Kernel
 from tests.oracles import DIFFERENTIABLE
 
 HEADS = 2
@@ -26,11 +26,8 @@ GROUPED = ("dynamic", "closed_form")  # schedules that are also tried with the h
 
 def visibilities(window: int, hca_ratio: int, csa_ratio: int = 4) -> dict[str, Visibility]:
     """One of every kind."""
-    return {
-        "sliding": SlidingWindow(window),
-        "hca": HeavilyCompressed(window, hca_ratio),
-        "csa": CompressedSparse(window, csa_ratio, top_k=24),
-    }
+    settings = Attention(window=window, hca_ratio=hca_ratio, csa_ratio=csa_ratio, top_k=24)
+    return {kind: cls.make(settings) for kind, cls in KINDS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +88,8 @@ def parameters(by_kind: dict[str, Visibility], seq_len: int, quick: Callable[[st
 
 def is_default(kind: str, strategy: Strategy) -> bool:
     """Whether it has the schedule that is chosen for that kind, or none."""
-    default = {"sliding": "closed_form", "hca": "closed_form", "csa": "hybrid"}[kind]
-    return strategy.backend != "splash" or strategy.options.schedule in ("auto", default)
+    auto = Strategy("splash").attend(KINDS[kind].make(Attention()))
+    return strategy.backend != "splash" or strategy.options.schedule in ("auto", schedules.chosen(auto))
 
 
 def none(seq_len: int) -> None:
