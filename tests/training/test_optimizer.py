@@ -68,7 +68,7 @@ def test_decay_pulls_at_the_matrices_of_the_model_alone():
     config.model.tied_head = False
     model = language_model.build(Spec.make(read(config)))
     tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens, Documents(tokens, tokens))
+    params = jax.eval_shape(lambda key, t: model.init(key, t, Documents(t, t)), jax.random.key(0), tokens)
     decayed = optimizer.decayed(params)
     stacked = {module for module in params if module.startswith("blocks")}
     assert len(stacked) > 10

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from research.attention.product import product
 from research.settings.attention import Rope
 
+Arrays = Array | np.ndarray
 Frequencies = np.ndarray  # [rope_width // 2] radians per position, float64 or float32
 
 
@@ -51,7 +52,7 @@ def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> Frequencies
 
 
 def rotate(
-    x: Float[Array, "B S *heads D"], positions: Int32[Array, "B S"], freqs: Frequencies
+    x: Float[Arrays, "B S *heads D"], positions: Int32[Arrays, "B S"], freqs: Frequencies
 ) -> Float[Array, "B S *heads D"]:
     """Turns the trailing `2 * len(freqs)` channels by their positions.
 
@@ -82,7 +83,7 @@ def rotate(
 
 
 def rotate_back(
-    x: Float[Array, "B S *heads D"], positions: Int32[Array, "B S"], freqs: Frequencies
+    x: Float[Arrays, "B S *heads D"], positions: Int32[Arrays, "B S"], freqs: Frequencies
 ) -> Float[Array, "B S *heads D"]:
     """The inverse of `rotate`."""
     return rotate(x, -positions, freqs)

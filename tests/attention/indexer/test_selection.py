@@ -43,7 +43,7 @@ def test_membership_is_what_top_k_picks(scores, top_k, jitted):
     scores = scores(rng, (2, 40, 37)).astype(np.float32)
     visible = rng.random(scores.shape) < np.linspace(0, 1, 40)[:, None]
     select = jax.jit(membership, static_argnums=2) if jitted else membership
-    picked = np.asarray(select(scores, visible, top_k))
+    picked = np.asarray(select(jnp.asarray(scores), jnp.asarray(visible), top_k))
     np.testing.assert_array_equal(picked, by_sorting(scores, visible, top_k))
     np.testing.assert_array_equal(picked.sum(-1), np.minimum(top_k, visible.sum(-1)))
     if not np.isinf(scores).any():  # lax.top_k cannot tell a hidden entry from a visible -inf
@@ -62,7 +62,8 @@ def test_membership_makes_no_array_of_queries_places_and_entries():
 @pytest.mark.parametrize(("entries", "places"), [(9, 1), (9, 4), (9, 9), (9, 12), (0, 3)])
 def test_indices_are_the_selected_entries_in_order(entries, places):
     rng = np.random.default_rng(places)
-    selected = membership(rng.random((2, 7, entries)), rng.random((2, 7, entries)) < 0.7, places)
+    scores = jnp.asarray(rng.random((2, 7, entries)), jnp.float32)
+    selected = membership(scores, jnp.asarray(rng.random((2, 7, entries)) < 0.7), places)
     found = selection.indices(jnp.asarray(selected), places)
     assert found.dtype == jnp.int32
     assert found.shape == (2, 7, places)

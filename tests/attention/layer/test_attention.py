@@ -303,6 +303,7 @@ def test_bfloat16_computes_low_and_keeps_parameters_high(kind):
     ],
 )
 @every_kind
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_refuses_wrong_arguments(kind, inputs, message):
     with pytest.raises(ValueError, match=message):
         attention(kind).init(jax.random.key(0), *inputs)

@@ -56,7 +56,7 @@ def entries_by_loops(parameters, x, positions, segments, ratio: int, overlap: bo
                 out[b, c, d] = np.dot(weights, [values[b, t, s + d] for t, _, s in pooled]) / weights.sum()
     out *= np.asarray(scale) / np.sqrt(np.square(out).mean(-1, keepdims=True) + NORM_EPS)
     first = np.stack([positions[:, c * ratio] for c in range(seq_len // ratio)], axis=1)
-    return np.asarray(rotate(jnp.asarray(out, jnp.float32), first, FREQS))
+    return np.asarray(rotate(jnp.asarray(out, jnp.float32), jnp.asarray(first), FREQS))
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["hca", "csa"])

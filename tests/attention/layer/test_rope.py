@@ -14,6 +14,8 @@ ROPE, YARN = (dataclasses.replace(rope, angles="exact") for rope in (cases.ROPE,
 POSITIONS = np.array([0, 1, 40, 65_535, 1_048_575, 2**31 - 1, -1, -1_048_575, 1 - 2**31], np.int32)
 every_rope = pytest.mark.parametrize(("rope", "compressed"), [(ROPE, False), (ROPE, True), (YARN, True)])
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")  # NumPy's arrays serve here as well
+
 
 def turned(x: np.ndarray, positions: np.ndarray, freqs: np.ndarray) -> np.ndarray:
     """Oracle in complex numbers: [S, D] turned pair by pair."""
