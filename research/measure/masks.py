@@ -146,7 +146,7 @@ class _Clock:
 
 def _build(
     visibility: Visibility, name: str, lay: Layout, config: splash.SplashConfig, clock: _Clock
-) -> tuple[list[splash.MaskInfo], list[int], int]:
+) -> tuple[list[splash.Info], list[int], int]:
     """The forward and backward `MaskInfo`, the bytes of their partial blocks, and how many the former has."""
     entry = schedules.TABLE[name]
     if name in ("closed_form", "computed"):
@@ -163,7 +163,7 @@ def _build(
                     held[number] = jax.block_until_ready(make()).nbytes
         return infos, held, len(plan[0][0].offsets) * (name == "closed_form")
 
-    def build(given: jax.Array | None = None) -> list[splash.MaskInfo]:
+    def build(given: jax.Array | None = None) -> list[splash.Info]:
         kernel = entry.kernel(lay, config, given)
         return [kernel.fwd_mask_info, kernel.dkv_mask_info]
 

@@ -27,6 +27,7 @@ from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask_in
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
+    "Info",
     "Mask",
     "MaskInfo",
     "SegmentIds",
@@ -59,6 +60,7 @@ def _own_kernels() -> types.ModuleType:
 
 
 kernels = _own_kernels()
+Info = tuple  # a `MaskInfo`, whose own annotations know no JAX arrays
 
 
 def vmem_limit(kib: int) -> contextlib.AbstractContextManager:

@@ -12,6 +12,7 @@ early, which no interpreter shows (tokamax 0.0.17 says so and takes another way,
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ class Layout:
 
 
 def make(
-    visibility: visibility_lib.Visibility, seq_len: int, block_q: tuple[int, ...], block_kv: tuple[int, ...]
+    visibility: visibility_lib.Visibility, seq_len: int, block_q: Iterable[int], block_kv: Iterable[int]
 ) -> Layout:
     """The layout whose lengths every block size given divides."""
     q_len = round_up(seq_len, math.lcm(*block_q))

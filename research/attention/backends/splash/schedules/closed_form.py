@@ -37,7 +37,7 @@ def schedules(layout: Layout, config: splash.SplashConfig) -> Plan:
     return (forward, True), (backward, config.dq_reduction_steps == 3)
 
 
-def mask_info(schedule: BlockSchedule, dynamic_grid: bool) -> splash.MaskInfo:
+def mask_info(schedule: BlockSchedule, dynamic_grid: bool) -> splash.Info:
     """tokamax's form of a schedule, its partial blocks left out; NumPy arrays of the smallest integers that fit.
 
     Args:
@@ -65,8 +65,8 @@ def mask_info(schedule: BlockSchedule, dynamic_grid: bool) -> splash.MaskInfo:
 
 def assemble(
     config: splash.SplashConfig,
-    forward_info: splash.MaskInfo,
-    backward_info: splash.MaskInfo,
+    forward_info: splash.Info,
+    backward_info: splash.Info,
     plan: Plan,
     mask_function: Callable | None = None,
 ) -> splash.SplashAttentionKernel:
@@ -99,7 +99,7 @@ def partial_blocks(
     return schedule.partial_blocks(lambda offsets: jax.lax.optimization_barrier(jnp.asarray(offsets)), attended)
 
 
-def _with_partial_blocks(schedule: BlockSchedule, dynamic_grid: bool) -> splash.MaskInfo:
+def _with_partial_blocks(schedule: BlockSchedule, dynamic_grid: bool) -> splash.Info:
     info = jax.tree.map(jnp.asarray, mask_info(schedule, dynamic_grid))
     return info._replace(partial_mask_blocks=partial_blocks(schedule))
 

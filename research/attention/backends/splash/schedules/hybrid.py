@@ -27,7 +27,7 @@ def kernel(layout: Layout, config: splash.SplashConfig, given: Bool[Array, "S C"
 
 def _with_choice(
     schedule: BlockSchedule, dynamic_grid: bool, attended: Bool[Array, "q_len compressed_len"]
-) -> splash.MaskInfo:
+) -> splash.Info:
     info = jax.tree.map(jnp.asarray, closed_form.mask_info(schedule, dynamic_grid))
     blocks = closed_form.partial_blocks(schedule, attended)
     nothing = ~jnp.any(blocks, axis=(1, 2))[info.mask_next]

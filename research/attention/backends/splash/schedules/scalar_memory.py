@@ -14,7 +14,7 @@ CAPACITY = 2**20
 _BOUNDS = 8
 
 
-def listed(info: splash.MaskInfo) -> int:
+def listed(info: splash.Info) -> int:
     """Bytes of a schedule whose lists are known."""
     lists = (info.active_rows, info.active_cols, info.mask_next, info.block_mask)
     size = sum(x.nbytes for x in lists if x is not None)
