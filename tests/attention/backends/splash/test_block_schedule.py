@@ -106,7 +106,7 @@ def test_hybrid_holds_the_indexers_choice(steps):
     rng = np.random.default_rng(1)
     skipped = 0
     for seq_len in (3, 129, 489, 1017, *rng.integers(1, 1400, 3).tolist()):
-        block_q, block_kv = 128 * rng.integers(1, 4, 2)
+        block_q, block_kv = (128 * rng.integers(1, 4, 2)).tolist()
         visibility = CompressedSparse(int(rng.choice([1, 64, 128, 500])), int(rng.choice([2, 4, 16])), top_k=8)
         layout = layout_lib.make(visibility, seq_len, (block_q,), (block_kv,))
         config = splash.SplashConfig(
