@@ -1,1 +1,1 @@
-"""DeepSeek-V4 attention: who sees whom, the layer, and the backends that compute it."""
+"""DeepSeek-V4 attention: the visibility of keys, the layer, the indexer, and the backends."""

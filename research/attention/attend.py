@@ -1,44 +1,45 @@
-"""The attention op, an object: `attend = spec.attend(kind)`, then `attend(q, keys, documents)`.
+"""The attention op: `attend = spec.attend(kind)`, then `attend(q, keys, documents)`.
 
-A backend is a module `research.attention.backends.NAME` with the functions of `Backend`. The op checks arguments and
-settles what takes effect, so that no backend does so again. Nothing falls back by itself.
+A backend is a module `research.attention.backends.NAME` with the functions of `Backend`. `Attend` checks the arguments
+and resolves the settings, once for all backends. A request that a backend does not support raises; no backend replaces
+another.
 
-What the program is compiled for is part of the op, a `Target`, and nothing else decides it: a hidden variable would not
-be part of what `jax.jit` caches programs by, and could hand a CPU the program of a TPU.
+The platform that a program is compiled for is an attribute of the op (`Target`), not global state. Global state is not
+part of the key of `jax.jit`'s cache, so a program compiled for a TPU could be reused on a CPU.
 
-One file: the op and the contract of its backends are two sides of one call.
+This file is not split: the op and the contract of its backends are the two sides of one call.
 """
 
 import dataclasses
 import importlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from research.attention.backends import NAMES
 from research.attention.visibility import Visibility
 from research.errors import SettingError
 from research.settings.attention import Kernel
 
-# Names (`jax.ad_checkpoint.checkpoint_name`) of what a backend keeps for its backward pass, so that a layer that is
-# recomputed can keep them too: the output, and the log-sum-exp of the logits.
+# Names (`jax.ad_checkpoint.checkpoint_name`) of a backend's residuals: the output, and the log-sum-exp of the logits.
+# A rematerialised layer saves them too.
 SAVED = ("attention_out", "attention_logsumexp")
 
 Effective = dict[str, int | str | bool]
-Prepared = Any  # what a backend's `prepare` makes
+Prepared = Any  # the result of a backend's `prepare`
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a program is compiled for.
+    """The platform that a program is compiled for.
 
     Attributes:
       platform: 'cpu', 'gpu' or 'tpu'.
-      checks_memory: whether a list of blocks that does not fit a TPU core's scalar memory is refused before compiling;
-        False leaves it to the compiler, whose answer is wanted.
+      checks_memory: whether a list of blocks that exceeds a TPU core's scalar memory is refused before compiling. False
+        leaves the check to the compiler.
     """
 
     platform: str
@@ -46,21 +47,22 @@ class Target:
 
 
 class Keys(NamedTuple):
-    """What queries attend to; keys serve as values, and all heads share them."""
+    """The keys of all heads, which are also the values."""
 
-    local: Float[Array, "B S D"]  # raw keys
+    local: Float[Array, "B S D"]  # a key per token
     compressed: Float[Array, "B C D"]  # entries, `C == visibility.num_entries(S)`
 
 
+@no_type_check  # of its construction: JAX rebuilds pytrees with leaves that are not arrays, such as None or shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Where the tokens of the rows stand.
+    """The documents of a batch of sequences.
 
     Attributes:
-      positions: what RoPE rotates by; visibility counts tokens on the sequence's grid instead.
-      segments: >= 0 for a document, `visibility.PADDING` for none.
-      packed: False where every row is known, before the program runs, to be one document without padding.
+      positions: of the tokens, for RoPE alone. Visibility uses the index of a token in its sequence.
+      segments: ids of the documents, >= 0; `visibility.PADDING` for padding.
+      packed: False if it is known at compile time that each sequence is one document without padding.
     """
 
     positions: Int32[Array, "B S"]
@@ -69,13 +71,13 @@ class Documents:
 
     @classmethod
     def whole(cls, batch: int, seq_len: int) -> "Documents":
-        """Rows of one document each."""
+        """Sequences of one document each, without padding."""
         positions = jnp.broadcast_to(jnp.arange(seq_len, dtype=jnp.int32), (batch, seq_len))
         return cls(positions, jnp.zeros((batch, seq_len), jnp.int32), packed=False)
 
 
 class Inputs(NamedTuple):
-    """Checked arguments of `Attend`."""
+    """The checked arguments of a call of `Attend`."""
 
     q: Float[Array, "B S H D"]
     keys: Keys
@@ -86,35 +88,40 @@ class Inputs(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a pass over a head of a sequence takes, by closed formula: pairs of query and key computed, bytes moved."""
+    """The cost of a forward or backward pass over one head of one sequence, by closed formula.
+
+    Attributes:
+      pairs: pairs of a query and a key that are computed, visible or not.
+      moved_bytes: bytes moved between the device's memory and its cores.
+    """
 
     pairs: int
     moved_bytes: float
 
 
 class Backend(Protocol):
-    """The contract every backend module keeps."""
+    """The functions of a backend module."""
 
     def resolve(self, attend: "Attend", sizes: "Sizes") -> Effective:
-        """Returns the settings that will take effect; `precision` is that of products of matrices. Plain Python.
+        """Returns the settings in effect, in plain Python; `precision` is the precision of matrix products.
 
         Raises:
-          SettingError: a setting is malformed or has no effect here.
-          NotImplementedError: the backend lacks something the request needs.
+          SettingError: a setting is malformed or has no effect.
+          NotImplementedError: the backend does not support the request.
         """
 
     def prepare(self, attend: "Attend", documents: Documents) -> Prepared:
-        """Returns what attends to the same documents can share, None where there is nothing."""
+        """Returns what all calls for the same documents share, None if nothing."""
 
     def compute(self, attend: "Attend", effective: Effective, inputs: Inputs) -> Float[Array, "B S H D"]:
-        """Returns what `Attend` does."""
+        """Returns the output of `Attend.__call__`."""
 
     def cost(self, attend: "Attend", sizes: "Sizes", effective: Effective) -> tuple[Pass, Pass]:
-        """Returns the price of the forward and of the backward pass."""
+        """Returns the costs of the forward and of the backward pass."""
 
 
 class Sizes(NamedTuple):
-    """What a program's cost depends on beside its settings; `packed` as in `Documents`."""
+    """The sizes of a call on which its settings in effect and its cost depend; `packed` as in `Documents`."""
 
     seq_len: int
     heads: int
@@ -125,14 +132,14 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
-    """Shared-key-value multi-query attention with one softmax over local keys, entries and sink.
+    """Multi-query attention with shared keys and values, and one softmax over local keys, entries and sink.
 
     Attributes:
       backend: one of `backends.NAMES`.
-      visibility: who sees whom.
-      options: what is asked of the backend.
-      target: what it is compiled for.
-      schedule_setting: which of the options is its schedule: CSA layers have one of their own.
+      visibility: which keys each query sees.
+      options: the backend's settings.
+      target: the platform to compile for.
+      schedule_setting: the name of the option that holds the schedule; CSA layers have a separate one.
     """
 
     backend: str
@@ -143,24 +150,24 @@ class Attend:
 
     @property
     def schedule(self) -> str:
-        """The schedule that is asked for."""
+        """The requested schedule."""
         return getattr(self.options, self.schedule_setting)
 
     def effective(self, sizes: Sizes) -> Effective:
-        """The settings that will take effect, the backend's name among them.
+        """The settings in effect, including the backend's name.
 
         Raises:
-          SettingError: a setting is malformed or has no effect here.
-          NotImplementedError: the backend lacks something the request needs.
+          SettingError: a setting is malformed or has no effect.
+          NotImplementedError: the backend does not support the request.
         """
         return {"backend": self.backend, **_module(self.backend).resolve(self, sizes)}
 
     def prepare(self, documents: Documents) -> Prepared:
-        """What calls for the same documents can share within a step, None where there is nothing."""
+        """What all calls for the same documents share within a step, None if nothing."""
         return _module(self.backend).prepare(self, documents)
 
     def cost(self, sizes: Sizes) -> tuple[Pass, Pass]:
-        """The price of the forward and of the backward pass, a head of a sequence, by closed formula."""
+        """The costs of the forward and of the backward pass over one head of one sequence, by closed formula."""
         return _module(self.backend).cost(self, sizes, self.effective(sizes))
 
     def __call__(
@@ -173,23 +180,23 @@ class Attend:
         selected: Bool[Array, "B S C"] | None = None,
         prepared: Prepared = None,
     ) -> Float[Array, "B S H D"]:
-        """Attends. Logits are `q . k / sqrt(D)`, float32; a row that sees nothing outputs exactly 0.
+        """Attends. Logits are `q . k / sqrt(D)` in float32. The output of a query that sees no key is exactly 0.
 
         Args:
           q: queries.
           keys: local keys and entries, in q's dtype.
-          documents: of the tokens.
-          sinks: one extra logit per head that adds to the softmax's denominator alone. -inf is no sink, its gradient 0;
+          documents: the documents of the tokens.
+          sinks: a logit per head that is added to the softmax's denominator only. -inf is no sink and has gradient 0;
             NaN and +inf give NaN.
-          selected: required by and only by visibilities that select: the indexer's choice. Of more than `top_k` entries
-            that a query sees and has selected, the first `top_k` by index are attended.
-          prepared: what `prepare` made of the same documents; None: made here, if needed.
+          selected: the entries that the indexer selected for each query. Required if the visibility selects, otherwise
+            not allowed. If more than `top_k` entries are visible and selected, the first `top_k` by index are attended.
+          prepared: the result of `prepare` for the same documents; None computes it in this call, if needed.
 
         Returns:
-          In q's dtype.
+          The output in q's dtype.
 
         Raises:
-          ValueError: an argument's shape or dtype is not as above; names it.
+          ValueError: an argument has a wrong shape or dtype. The message names the argument.
           SettingError, NotImplementedError: as `effective`.
         """
         inputs = Inputs(q, keys, documents, sinks, selected, prepared)
@@ -198,11 +205,11 @@ class Attend:
         return _module(self.backend).compute(self, effective, inputs)
 
     def error(self, name: str, allowed: str) -> SettingError:
-        """That an option's value is not allowed; `allowed` as in `SettingError`."""
+        """The error for an option whose value is not allowed; `allowed` as in `SettingError`."""
         return self.options.error(self.schedule_setting if name == "schedule" else name, allowed)
 
     def refuse_unread(self, *read: str) -> None:
-        """Raises SettingError for an option that was set although the backend reads only these."""
+        """Raises SettingError if an option other than these, which the backend reads, is not at its default."""
         for name in self.options.__dataclass_fields__:
             if name in ("schedule", "csa_schedule"):
                 unread = name == self.schedule_setting and "schedule" not in read
@@ -214,12 +221,12 @@ class Attend:
 
 
 def platform() -> str:
-    """That of this process's own devices: 'cpu', 'gpu' or 'tpu'."""
+    """The platform of this process's devices: 'cpu', 'gpu' or 'tpu'."""
     return jax.default_backend()
 
 
 def backend_of(name: str, on_platform: str) -> str:
-    """The backend that `config.attention.backend` names on a platform; 'auto' is the platform's own.
+    """The backend for a value of `config.attention.backend`; 'auto' is the default backend of the platform.
 
     Raises:
       SettingError: there is no such backend.
@@ -231,18 +238,20 @@ def backend_of(name: str, on_platform: str) -> str:
     return name
 
 
-def saved(out: Array, logsumexp: Array) -> tuple[Array, Array]:
-    """Gives both their names among `SAVED`."""
+def saved(
+    out: Float[Array, "..."], logsumexp: Float32[Array, "..."]
+) -> tuple[Float[Array, "..."], Float32[Array, "..."]]:
+    """Tags both residuals with their names in `SAVED`."""
     return tuple(checkpoint_name(x, name) for x, name in zip((out, logsumexp), SAVED, strict=True))
 
 
 def _module(name: str) -> Backend:
-    """The backend's module; imported late, since tokamax takes a second to import."""
+    """The backend's module, imported on first use: importing tokamax takes a second."""
     return importlib.import_module(f"research.attention.backends.{name}")
 
 
 def _check(visibility: Visibility, inputs: Inputs) -> None:
-    """Raises ValueError, naming the argument, where shapes or dtypes break the contract."""
+    """Raises ValueError, naming the argument, if a shape or dtype is not as in `Attend.__call__`."""
     q, (local, compressed), documents, sinks, selected, _ = inputs
     if q.ndim != 4:
         raise ValueError(f"q: shape {q.shape}, must be [B, S, H, D]")
@@ -264,6 +273,6 @@ def _check(visibility: Visibility, inputs: Inputs) -> None:
         raise ValueError(f"selected: given, but {type(visibility).__name__} takes none")
 
 
-def _expect(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
+def _expect(name: str, array: Shaped[Array, "..."], shape: tuple[int, ...], dtype: Any) -> None:
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(f"{name}: {array.dtype} {list(array.shape)}, must be {jnp.dtype(dtype).name} {list(shape)}")

@@ -1,6 +1,6 @@
-"""Products of matrices: all of this package are made here, so that float32 means float32 on every platform.
+"""Matrix products in full float32 on every platform. All matrix products of this package are made here.
 
-Left to JAX's default, a TPU rounds float32 operands to bfloat16 first, and a GPU to TF32; a CPU does neither.
+By default JAX rounds float32 operands to bfloat16 on a TPU and to TF32 on a GPU, but not on a CPU.
 """
 
 from typing import Any
@@ -12,27 +12,27 @@ from jaxtyping import Array, Float, Float32
 
 
 def precision(*dtypes: Any) -> jax.lax.Precision:
-    """HIGHEST where an operand is float32. Of bfloat16 operands every product is exact, and DEFAULT adds in float32."""
+    """HIGHEST if an operand is float32, otherwise DEFAULT, which multiplies bfloat16 exactly and adds in float32."""
     return jax.lax.Precision.HIGHEST if jnp.float32 in map(jnp.dtype, dtypes) else jax.lax.Precision.DEFAULT
 
 
 def precision_name(dtype: Any) -> str:
-    """`precision` of operands of that dtype as effective settings record it: 'highest' or 'default'."""
+    """The name of the `precision` for operands of that dtype, in settings in effect: 'highest' or 'default'."""
     return precision(dtype).name.lower()
 
 
 def product(
     equation: str, a: Float[Array, "..."], b: Float[Array | np.ndarray, "..."], out_dtype: Any = None
 ) -> Float[Array, "..."]:
-    """`jnp.einsum(equation, a, b)`, its gradients too in the `precision` of a and b.
+    """`jnp.einsum(equation, a, b)` in the `precision` of a and b, and so are its gradients.
 
-    The product accumulates into `out_dtype`, by default that of the operands.
+    The result has `out_dtype`, in which the product is accumulated; by default the dtype of the operands.
     """
     return jnp.einsum(equation, a, b, precision=precision(a.dtype, b.dtype), preferred_element_type=out_dtype)
 
 
 def contract(a: Float[Array, "_ _"], b: Float[Array, "_ _"], axes: tuple[int, int]) -> Float32[Array, "_ _"]:
-    """Product of two matrices over an axis of each: what a Pallas kernel can do, which knows no `einsum`."""
+    """Product of two matrices over one axis of each, for Pallas kernels, which do not support `einsum`."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     exact = precision(a.dtype, b.dtype)
     return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)

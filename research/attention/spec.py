@@ -1,4 +1,4 @@
-"""The attention layers of a model: its settings, and what it is compiled for."""
+"""The attention layers of a model, from its settings and the platform."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from research.settings.config import Settings
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What models and measurements are made of; `make` is the way to one.
+    """The specification from which models and measurements are built. Created by `make`.
 
     Attributes:
-      settings: of everything.
-      target: what is compiled for; settles what 'auto' chooses, and which kernels are interpreted.
+      settings: all settings.
+      target: the platform to compile for. It resolves 'auto', and whether kernels are interpreted.
     """
 
     settings: Settings
@@ -25,7 +25,12 @@ class Spec:
 
     @classmethod
     def make(cls, settings: Settings, platform: str | None = None, *, checks_memory: bool = True) -> "Spec":
-        """The spec for a platform, 'cpu', 'gpu' or 'tpu'; None is this process's own. `checks_memory`: see `Target`.
+        """Checks the kinds of layers and the backend.
+
+        Args:
+          settings: all settings.
+          platform: 'cpu', 'gpu' or 'tpu'; None is the platform of this process.
+          checks_memory: see `Target`.
 
         Raises:
           SettingError: there is no such kind of layer, or no such backend.
@@ -39,7 +44,7 @@ class Spec:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of attention among the layers, each once."""
+        """The distinct kinds of attention of the layers."""
         return tuple(dict.fromkeys(self.settings.model.layers))
 
     @property
@@ -48,11 +53,11 @@ class Spec:
         return attend_lib.backend_of(self.settings.attention.backend, self.target.platform)
 
     def visibility(self, kind: str) -> Visibility:
-        """Who sees whom in layers of a kind once they are trained."""
+        """The visibility of layers of a kind, in the sparse stage."""
         return KINDS[kind].make(self.settings.attention)
 
     def attend(self, kind: str) -> Attend:
-        """The attention op of layers of a kind, in this stage of training."""
+        """The attention op of layers of a kind, in the stage of the settings."""
         visibility, settings = self.visibility(kind), self.settings.attention
         schedule_setting = "csa_schedule" if visibility.selects else "schedule"
         if visibility.selects and not self.selects:
@@ -60,14 +65,14 @@ class Spec:
         return Attend(self.backend, visibility, settings.kernel, self.target, schedule_setting)
 
     def effective(self, *, packed: bool = True) -> dict[str, Effective]:
-        """The settings that each kind of layer will really use.
+        """The settings in effect, for each kind of layer.
 
         Args:
           packed: as in `Documents`.
 
         Raises:
-          SettingError: a setting is malformed, or has no effect here.
-          NotImplementedError: the backend lacks something that is asked for.
+          SettingError: a setting is malformed or has no effect.
+          NotImplementedError: the backend does not support the request.
         """
         found = {}
         for kind in self.kinds:
@@ -78,11 +83,11 @@ class Spec:
 
     @property
     def heads_at_once(self) -> int:
-        """Heads that one call of the op serves."""
+        """Number of heads of one call of the op."""
         return self.settings.attention.heads_at_once or self.settings.attention.heads
 
     def sizes(self, *, packed: bool = True) -> Sizes:
-        """Of a layer's call of the op."""
+        """The sizes of a layer's call of the op."""
         attention = self.settings.attention
         return Sizes(
             self.settings.data.seq_len, self.heads_at_once, attention.head_width, self.settings.model.dtype, packed
@@ -90,31 +95,31 @@ class Spec:
 
     @property
     def alignment(self) -> int:
-        """On which multiples documents start in a row, those of every stride in use; 1 without `data.align_starts`."""
+        """Documents start at multiples of this: a multiple of all strides in use, or 1 without `data.align_starts`."""
         strides = (self.visibility(kind).stride for kind in self.kinds)
         return math.lcm(*strides) if self.settings.data.align_starts else 1
 
     @property
     def selection(self) -> CompressedSparse:
-        """What the indexer of a CSA layer selects, in stages that attend only to it and in those that do not."""
+        """The visibility by which the indexer of CSA layers selects, in every stage."""
         return CompressedSparse.make(self.settings.attention)
 
     @property
     def scoring(self) -> Scoring:
-        """How CSA's indexer computes its scores here."""
+        """How CSA's indexer computes its scores."""
         return Scoring.make(self.settings.attention, self.target.platform)
 
     @property
     def selects(self) -> bool:
-        """Whether CSA attends to the selected entries only."""
+        """Whether CSA layers only attend to the selected entries."""
         return self.settings.attention.csa_stage == "sparse"
 
     @property
     def trains_indexer(self) -> bool:
-        """Whether the indexer learns, from its own loss; what has none is not to be touched by weight decay either."""
+        """Whether the indexer is trained by its loss. If not, weight decay does not apply to it either."""
         return self.settings.attention.csa_stage != "dense" and self.settings.attention.indexer_loss_weight > 0
 
     @property
     def trains_model(self) -> bool:
-        """Whether all else learns, from the language model's loss."""
+        """Whether the parameters other than the indexer's are trained by the language model's loss."""
         return self.settings.attention.csa_stage != "warmup"

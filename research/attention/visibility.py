@@ -1,16 +1,18 @@
-"""Who sees whom: the only place where the rule is written.
+"""Visibility: which keys each query sees. The rule is written in this module only.
 
-Every function takes NumPy or JAX integer arrays that broadcast against each other (schedules and oracles use
-the former, dense masks and kernels the latter) and returns a boolean array of the broadcast shape.
+A query at token t sees
 
-Tokens and entries are counted on the grid of the whole sequence. Whoever holds only some of its rows, as a shard of it
-or a step of decoding, adds the OFFSET of its first row: the rule is the same. A query token t sees
+* the local key at token j if `0 <= t - j < window`, and
+* the compressed entry c, which pools the tokens `[c * ratio, (c + 1) * ratio)`, if these are all at or before t.
 
-* local key j where `0 <= t - j < window`, and
-* compressed entry c, which pools the tokens `[c * ratio, (c + 1) * ratio)`, where that window is complete at t.
+With packing, both must be in the query's document (`same_segment`). With `CompressedSparse`, entries must also be
+selected by the indexer. Source: DeepSeek-V4, sections 2.3.1 (CSA) and 2.3.2 (HCA).
 
-Packing narrows both to one document (`same_segment`); `CompressedSparse` narrows the entries further to those
-that the indexer selected. Source: DeepSeek-V4, sections 2.3.1 (CSA) and 2.3.2 (HCA).
+The functions take NumPy or JAX integer arrays (or plain integers) that broadcast against each other, and return
+booleans of the broadcast shape: schedules use NumPy, masks in programs use JAX. So their types are `Any`.
+
+Tokens and entries are indices in the whole sequence. A caller that holds a part of it, such as a shard or a step of
+decoding, adds the offset of its first token.
 """
 
 import dataclasses
@@ -21,24 +23,24 @@ import numpy as np
 if TYPE_CHECKING:
     from research.settings.attention import Attention
 
-PADDING = -1  # segment id of a token that neither sees nor is seen
-STRADDLES = -2  # segment id of a compressed entry whose window spans documents or padding
+PADDING = -1  # the segment of padding tokens, which see no key and are not seen
+STRADDLES = -2  # the segment of entries that pool tokens of several documents or padding
 
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow:
-    """The last `window` local keys, the query's own included."""
+    """The last `window` local keys, including the query's own."""
 
     window: int
     kind: ClassVar[str] = "sliding"
     compresses: ClassVar[bool] = False  # whether there are compressed entries
-    overlaps: ClassVar[bool] = False  # whether an entry pools the window before its own, too
-    selects: ClassVar[bool] = False  # whether a query sees no more of them than an indexer selected
-    bands: ClassVar[bool] = True  # whether the keys that a query sees have two ends, which move with the query
+    overlaps: ClassVar[bool] = False  # whether an entry also pools the window before its own
+    selects: ClassVar[bool] = False  # whether a query only sees entries that the indexer selected
+    bands: ClassVar[bool] = True  # whether the visible keys of a query are a range that moves with the query
 
     @classmethod
     def make(cls, settings: "Attention") -> "SlidingWindow":
-        """The visibility of that kind of layers."""
+        """The visibility of this kind for the settings."""
         return cls(settings.window)
 
     def __post_init__(self) -> None:
@@ -48,7 +50,7 @@ class SlidingWindow:
 
     @property
     def stride(self) -> int:
-        """Tokens from the start of an entry to that of the next one; 1 where there are none."""
+        """Tokens between the starts of consecutive entries; 1 if there are no entries."""
         return 1
 
     def local_mask(self, t: Any, j: Any, query_segments: Any, key_segments: Any) -> Any:
@@ -57,32 +59,32 @@ class SlidingWindow:
         Args:
           t: tokens of the queries.
           j: tokens of the keys.
-          query_segments: the documents of the queries, `PADDING` for none.
-          key_segments: likewise of the keys.
+          query_segments: segments of the queries, `PADDING` for padding.
+          key_segments: segments of the keys.
         """
         return self.sees_local(t, j) & same_segment(query_segments, key_segments)
 
     def sees_local(self, t: Any, j: Any) -> Any:
-        """Whether the query at token `t` sees the local key at token `j`, documents aside."""
+        """As `local_mask`, without regard to documents."""
         return (t - j >= 0) & (t - j < self.window)
 
     def num_entries(self, seq_len: Any) -> Any:
-        """Number of compressed entries of that many tokens: none."""
+        """Number of complete entries of a sequence: 0."""
         return seq_len * 0
 
     def pairs(self, seq_len: int) -> int:
-        """Pairs of a query and a key it sees, selected entries included, in a sequence that is one document."""
+        """Number of pairs of a query and a visible key, local or entry, in a sequence of one document."""
         tokens = np.arange(1, seq_len + 1, dtype=np.int64)
         return int(np.minimum(tokens, self.window).sum() + self._entries_seen(tokens).sum())
 
     def _entries_seen(self, tokens: Any) -> Any:
-        """How many entries the last of that many tokens sees."""
+        """Number of entries that the query at token `tokens - 1` sees."""
         return self.num_entries(tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeavilyCompressed(SlidingWindow):
-    """A sliding window plus every completed entry of `ratio` tokens."""
+    """A sliding window, and all complete entries of `ratio` tokens."""
 
     ratio: int
     kind: ClassVar[str] = "hca"
@@ -105,24 +107,24 @@ class HeavilyCompressed(SlidingWindow):
           t: tokens of the queries.
           c: entries.
           query_segments: as `local_mask`.
-          entry_segments: of the entries, as the function of that name gives them.
-          selected: booleans, the indexer's choice; without, entries are visible as they complete.
+          entry_segments: segments of the entries, by the function `entry_segments`.
+          selected: booleans, the entries that the indexer selected; None is all.
         """
         mask = self.sees_compressed(t, c) & same_segment(query_segments, entry_segments)
         return mask if selected is None else mask & selected
 
     def sees_compressed(self, t: Any, c: Any) -> Any:
-        """Whether entry `c` is complete at token `t`, documents and selection aside."""
+        """As `entry_mask`, without regard to documents and selection: whether entry `c` is complete at token `t`."""
         return (c + 1) * self.ratio <= t + 1
 
     def num_entries(self, seq_len: Any) -> Any:
-        """Number of complete entries of that many tokens; an unfinished last window does not exist."""
+        """Number of complete entries of a sequence. An incomplete last window has no entry."""
         return seq_len // self.ratio
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressedSparse(HeavilyCompressed):
-    """As `HeavilyCompressed`, of the completed entries only the `top_k` that the indexer selected."""
+    """A sliding window, and the `top_k` complete entries that the indexer selected."""
 
     top_k: int
     kind: ClassVar[str] = "csa"
@@ -135,7 +137,7 @@ class CompressedSparse(HeavilyCompressed):
         return cls(settings.window, settings.csa_ratio, settings.top_k)
 
     def unselected(self) -> HeavilyCompressed:
-        """The same before the indexer selects: every completed entry."""
+        """The visibility before the selection: all complete entries."""
         return HeavilyCompressed(self.window, self.ratio)
 
     def _entries_seen(self, tokens: Any) -> Any:
@@ -143,23 +145,23 @@ class CompressedSparse(HeavilyCompressed):
 
 
 Visibility = SlidingWindow | HeavilyCompressed | CompressedSparse
-KINDS = {cls.kind: cls for cls in (SlidingWindow, HeavilyCompressed, CompressedSparse)}  # of attention layers
+KINDS = {cls.kind: cls for cls in (SlidingWindow, HeavilyCompressed, CompressedSparse)}
 
 
 def same_segment(query_segments: Any, key_segments: Any) -> Any:
-    """Whether query and key lie in the same document; padding lies in none."""
+    """Whether query and key are in the same document. Padding is in none."""
     return (query_segments == key_segments) & (query_segments >= 0)
 
 
 def entry_segments(segments: Any, ratio: int) -> Any:
-    """Segment ids of the compressed entries.
+    """Segments of the entries.
 
     Args:
-      segments: integer [..., S], >= 0 for a document, `PADDING` otherwise.
+      segments: segments of the tokens, integers [..., S], NumPy or JAX.
       ratio: tokens per entry.
 
     Returns:
-      [..., S // ratio] of the same dtype: the id of the document that holds the whole window, else `STRADDLES`.
+      [..., C] in the same dtype: the segment of the pooled tokens if they are all in one document, else `STRADDLES`.
     """
     xp = segments.__array_namespace__()
     entries = segments.shape[-1] // ratio

@@ -1,1 +1,1 @@
-"""The decoder language model around the attention layer."""
+"""The decoder language model."""

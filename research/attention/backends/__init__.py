@@ -1,3 +1,3 @@
-"""What computes attention, a module each: `research.attention.attend` has the contract."""
+"""The backends, a module each. `research.attention.attend.Backend` is their contract."""
 
 NAMES = ("dot_product", "blockwise", "splash")

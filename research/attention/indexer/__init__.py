@@ -1,1 +1,1 @@
-"""CSA's indexer: which entries a query attends to, how that is scored, chosen and learned."""
+"""CSA's indexer: the scores of entries, the selection by them, and the loss of the scores."""

@@ -1,7 +1,8 @@
-"""The indexer's scores as a Pallas kernel for TPUs: of the products of single heads, none leaves the core's memory.
+"""The indexer's scores as a Pallas kernel for TPUs.
 
-XLA adds head to head through HBM: of 64 heads, every block of scores is read and written 64 times. Here a block stays
-in vector memory until all heads are in. The backward kernel makes the products again, for the signs of the relus.
+XLA accumulates the heads in HBM: with 64 heads, each block of scores is read and written 64 times. In this kernel a
+block stays in vector memory until all heads are added. The backward kernel recomputes the products of q and keys, whose
+signs are the gradients of the relus.
 """
 
 import functools
@@ -16,9 +17,11 @@ from jaxtyping import Array, Float, Float32
 
 from research.attention.product import contract
 
-Ref = Any  # a block in the memory of a core
+Ref = Any  # a block of an array in a core's memory
+Residuals = tuple[Float[Array, "B S I W"], Float[Array, "B C W"], Float32[Array, "B S I"]]
+
 _BLOCK_Q = 128
-# Of the four axes of a grid the last one carries state from step to step.
+# The kernels accumulate over the last axis of their grids.
 _ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
 
 
@@ -34,12 +37,12 @@ def scores(
     """`sum_i weights_i * relu(q_i . key)`.
 
     Args:
-      heads_at_once: heads of a step, a divisor of I.
-      entries_at_once: entries of a step, a divisor of C, and a multiple of 128 or C itself.
-      interpret: whether to run without a TPU.
+      heads_at_once: index heads of a grid step, a divisor of I.
+      entries_at_once: entries of a grid step, a divisor of C, and a multiple of 128 or C itself.
+      interpret: whether to interpret the kernel, as is necessary without a TPU.
       q: index queries.
-      keys: index keys.
-      weights: of the index heads.
+      keys: index keys, of entries.
+      weights: weights of the index heads.
     """
     seq_len = q.shape[1]
     grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q, keys, weights)
@@ -47,7 +50,7 @@ def scores(
 
     out = pl.pallas_call(
         _forward,
-        # Heads go last: a block of scores is complete before the next one begins.
+        # Heads are the last axis: a block of scores is complete before the next one begins.
         grid=(batch, blocks_q, blocks_kv, groups),
         in_specs=[_heads_last(specs[name]) for name in ("q", "keys", "weights")],
         out_specs=_heads_last(specs["scores"]),
@@ -60,8 +63,13 @@ def scores(
 
 
 def _scores_forward(
-    heads_at_once: int, entries_at_once: int, interpret: bool, q: Array, keys: Array, weights: Array
-) -> tuple[Float32[Array, "B S C"], tuple[Array, Array, Array]]:
+    heads_at_once: int,
+    entries_at_once: int,
+    interpret: bool,
+    q: Float[Array, "B S I W"],
+    keys: Float[Array, "B C W"],
+    weights: Float32[Array, "B S I"],
+) -> tuple[Float32[Array, "B S C"], Residuals]:
     return scores(heads_at_once, entries_at_once, interpret, q, keys, weights), (q, keys, weights)
 
 
@@ -69,23 +77,23 @@ def _scores_backward(
     heads_at_once: int,
     entries_at_once: int,
     interpret: bool,
-    saved: tuple[Array, Array, Array],
+    residuals: Residuals,
     d_scores: Float32[Array, "B S C"],
 ) -> tuple[Float[Array, "B S I W"], Float[Array, "B C W"], Float32[Array, "B S I"]]:
-    q, keys, weights = saved
+    q, keys, weights = residuals
     batch, seq_len, heads, width = q.shape
     grid, q, weights, specs = _plan(heads_at_once, entries_at_once, q, keys, weights)
     _, blocks_q, groups, _ = grid
     d_scores = jnp.pad(d_scores, ((0, 0), (0, q.shape[2] - seq_len), (0, 0)))
 
-    # Entries go last: what queries gather is complete before the next heads begin. What keys gather is not, and is
-    # summed over the steps' own parts afterwards.
-    part = pl.BlockSpec((1, 1, 1, entries_at_once, width), lambda b, s, h, c: (s, h, b, c, 0))
+    # Entries are the last axis: the gradients of a block of queries are complete before the next heads begin. The
+    # gradients of keys are not; each step writes its own part, and the parts are added afterwards.
+    d_keys_part = pl.BlockSpec((1, 1, 1, entries_at_once, width), lambda b, s, h, c: (s, h, b, c, 0))
     d_q, d_weights, d_keys = pl.pallas_call(
         _backward,
         grid=grid,
         in_specs=[specs[name] for name in ("q", "keys", "weights", "scores")],
-        out_specs=[specs["q"], specs["weights"], part],
+        out_specs=[specs["q"], specs["weights"], d_keys_part],
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, jnp.float32),
             jax.ShapeDtypeStruct(weights.shape, jnp.float32),
@@ -104,6 +112,8 @@ scores.defvjp(_scores_forward, _scores_backward)
 
 
 def _forward(q: Ref, keys: Ref, weights: Ref, scores: Ref) -> None:
+    """A grid step of the forward kernel."""
+
     @pl.when(pl.program_id(3) == 0)
     def _() -> None:
         scores[...] = jnp.zeros_like(scores)
@@ -115,6 +125,8 @@ def _forward(q: Ref, keys: Ref, weights: Ref, scores: Ref) -> None:
 
 
 def _backward(q: Ref, keys: Ref, weights: Ref, d_scores: Ref, d_q: Ref, d_weights: Ref, d_keys: Ref) -> None:
+    """A grid step of the backward kernel."""
+
     @pl.when(pl.program_id(3) == 0)
     def _() -> None:
         d_q[...] = jnp.zeros_like(d_q)
@@ -123,9 +135,9 @@ def _backward(q: Ref, keys: Ref, weights: Ref, d_scores: Ref, d_q: Ref, d_weight
     key_sum = jnp.zeros(d_keys.shape[-2:], jnp.float32)
     for head in range(q.shape[1]):
         dots = contract(q[0, head], keys[0], (1, 1))
-        passed = jnp.where(dots > 0, d_scores[0], 0.0)  # by the relu
-        d_weights[0, 0, :, head : head + 1] += jnp.sum(passed * dots, axis=1, keepdims=True)
-        d_dots = (passed * weights[0, 0, :, head : head + 1]).astype(keys.dtype)
+        d_relu = jnp.where(dots > 0, d_scores[0], 0.0)
+        d_weights[0, 0, :, head : head + 1] += jnp.sum(d_relu * dots, axis=1, keepdims=True)
+        d_dots = (d_relu * weights[0, 0, :, head : head + 1]).astype(keys.dtype)
         d_q[0, head] += contract(d_dots, keys[0], (1, 0))
         key_sum += contract(d_dots, q[0, head], (0, 0))
     d_keys[0, 0, 0] = key_sum
@@ -137,11 +149,16 @@ def _plan(
     q: Float[Array, "B S I W"],
     keys: Float[Array, "B C W"],
     weights: Float32[Array, "B S I"],
-) -> tuple[tuple[int, ...], Array, Array, dict[str, pl.BlockSpec]]:
-    """The grid (batch, queries, heads, entries), q [B, I, S, D], weights [B, groups, S, heads of one], block specs."""
+) -> tuple[
+    tuple[int, ...],
+    Float[Array, "B I padded W"],
+    Float32[Array, "B groups padded heads_at_once"],
+    dict[str, pl.BlockSpec],
+]:
+    """The grid over (sequences, queries, heads, entries), q and weights in the kernels' layout, and the block specs."""
     batch, seq_len, heads, width = q.shape
     for name, size, length in (("heads", heads_at_once, heads), ("entries", entries_at_once, keys.shape[1])):
-        if length % size:  # the rest would be in no step of the grid
+        if length % size:  # the grid would leave out the remainder
             raise ValueError(f"{name}_at_once={size}: must be a divisor of {length}")
     block_q = min(_BLOCK_Q, seq_len)
     padding = -seq_len % block_q
@@ -159,4 +176,5 @@ def _plan(
 
 
 def _heads_last(spec: pl.BlockSpec) -> pl.BlockSpec:
+    """The block spec for a grid whose last axes are (entries, heads) instead of (heads, entries)."""
     return pl.BlockSpec(spec.block_shape, lambda b, s, c, h: spec.index_map(b, s, h, c))

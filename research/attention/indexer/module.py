@@ -3,8 +3,7 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from research.attention import visibility as visibility_lib
 from research.attention.attend import Documents
@@ -18,30 +17,30 @@ from research.settings.attention import Attention
 
 
 class Indexer(hk.Module):
-    """Projects the hidden states to queries, keys and weights (DeepSeek-V4, equations 13 to 16).
+    """Projects the hidden states to index queries, keys and weights (DeepSeek-V4, equations 13 to 16).
 
-    Its inputs are detached: no gradient flows from it into the model.
+    The inputs are detached: no gradient flows from the indexer into the model.
 
     Attributes:
-      settings: `index_heads` of `index_head_width` channels, over entries of `csa_ratio` tokens.
-      norm_eps: of the compressed keys' RMS norm.
+      settings: `index_heads` of `index_head_width` channels, entries of `csa_ratio` tokens.
+      norm_eps: epsilon of the keys' RMS norm.
       freqs: from `rope.frequencies`.
     """
 
-    def __init__(self, settings: Attention, norm_eps: float, freqs: np.ndarray, name: str = "indexer") -> None:
+    def __init__(self, settings: Attention, norm_eps: float, freqs: rope.Frequencies, name: str = "indexer") -> None:
         super().__init__(name=name)
         self.settings, self.norm_eps, self.freqs = settings, norm_eps, freqs
 
-    def __call__(self, x: Float[Array, "B S E"], low_rank: Float[Array, "B S Q"], documents: Documents) -> Index:
+    def __call__(self, x: Float[Array, "B S E"], low_rank: Float[Array, "B S q_rank"], documents: Documents) -> Index:
         """Projects.
 
         Args:
           x: hidden states.
-          low_rank: the layer's normalised low-rank query.
-          documents: of the tokens.
+          low_rank: the layer's normalised low-rank queries.
+          documents: the documents of the tokens.
 
         Returns:
-          Queries and keys in the dtype of the inputs.
+          Queries and keys in the dtype of the inputs, weights in float32.
         """
         x, low_rank = jax.lax.stop_gradient((x, low_rank))
         heads, width = self.settings.index_heads, self.settings.index_head_width
@@ -52,24 +51,26 @@ class Indexer(hk.Module):
 
 
 def select(index: Index, visibility: CompressedSparse, documents: Documents, scoring: Scoring) -> Bool[Array, "B S C"]:
-    """The `top_k` best scored of each query's visible entries (DeepSeek-V4, equation 17); no gradient flows through it.
+    """Selects the `top_k` visible entries with the highest scores for each query (DeepSeek-V4, equation 17).
 
-    A block of queries at a time, so that of the scores no more than a block's exist.
+    Has no gradient. Computed for a block of queries at a time, so that no array [S, C] of scores exists.
 
     Args:
       index: from `Indexer`.
-      visibility: who sees whom before the selection, and how many are selected.
-      documents: of the tokens.
+      visibility: which entries each query sees before the selection, and `top_k`.
+      documents: the documents of the tokens.
       scoring: how scores are computed.
 
     Returns:
-      A membership; as indices: `selection.indices`.
+      The selected entries as booleans; `selection.indices` converts them to indices.
     """
     segments = documents.segments
     entry_segments = visibility_lib.entry_segments(segments, visibility.ratio)
     t, blocks = selection.query_blocks((index.q, index.weights, segments), (0, 0.0, visibility_lib.PADDING))
 
-    def select_in_block(block: tuple) -> Bool[Array, "B Q C"]:
+    def select_in_block(
+        block: tuple[Int32[Array, " Q"], tuple[Float[Array, "B Q I W"], Float32[Array, "B Q I"], Int32[Array, "B Q"]]],
+    ) -> Bool[Array, "B Q C"]:
         t, (q, weights, segments) = block
         visible = selection.visible_to(visibility, t, segments, entry_segments)
         scores = index_scores(Index(q, index.keys, weights), scoring)

@@ -1,4 +1,4 @@
-"""The indexer's scores of queries against entries, and the two ways of computing them: XLA's, and a kernel for TPUs."""
+"""The indexer's scores of entries, with two backends: XLA, and a Pallas kernel for TPUs."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ _DEFAULT_ENTRIES = {"xla": 0, "pallas": 512}
 
 
 class Index(NamedTuple):
-    """What scores are made of, by I index heads."""
+    """Queries, keys and head weights of the indexer."""
 
     q: Float[Array, "B S I W"]
     keys: Float[Array, "B C W"]
@@ -28,13 +28,13 @@ class Index(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How scores are computed; not what they are.
+    """How scores are computed. It does not change their values, except for rounding.
 
     Attributes:
-      backend: 'xla', or 'pallas'.
-      heads_at_once: index heads whose products exist at a time, a divisor of I.
-      entries_at_once: entries likewise; 0 is all.
-      interpreted: whether pallas's kernel is interpreted, as it must be where there is no TPU.
+      backend: 'xla' or 'pallas'.
+      heads_at_once: number of index heads whose products exist at the same time, a divisor of I.
+      entries_at_once: likewise of entries; 0 is all.
+      interpreted: whether the Pallas kernel is interpreted, as is necessary without a TPU.
     """
 
     backend: str = "xla"
@@ -44,7 +44,7 @@ class Scoring:
 
     @classmethod
     def make(cls, settings: Attention, platform: str) -> "Scoring":
-        """What takes effect of `settings.index_...` on a platform."""
+        """The scoring that `settings.index_...` select on a platform."""
         backend = settings.index_backend
         if backend == "auto":
             backend = "pallas" if platform == "tpu" else "xla"
@@ -58,10 +58,10 @@ class Scoring:
 
 
 def index_scores(index: Index, scoring: Scoring) -> Float32[Array, "B S C"]:
-    """`sum_i weights_i * relu(q_i . key) / sqrt(I * D)` over the I index heads.
+    """`sum_i weights_i * relu(q_i . key) / sqrt(I * W)`.
 
-    Some heads and entries at a time, recomputed in the backward pass: all heads at once would take I times the memory
-    of the result, and so would the signs that each relu keeps for its gradient.
+    Computed for some heads and entries at a time, and recomputed in the backward pass. The products of all heads would
+    take I times the memory of the result, and so would the residuals of the relus.
     """
     index = index._replace(weights=index.weights * (index.q.shape[2] * index.q.shape[3]) ** -0.5)
     entries = index.keys.shape[1]
@@ -70,24 +70,27 @@ def index_scores(index: Index, scoring: Scoring) -> Float32[Array, "B S C"]:
         return _all_entries(index, scoring.heads_at_once)
     padded = jnp.pad(index.keys, ((0, 0), (0, round_up(entries, size) - entries), (0, 0)))
     if scoring.backend == "pallas":
-        asked = scoring.heads_at_once, size, scoring.interpreted
-        return index_kernel.scores(*asked, *index._replace(keys=padded))[..., :entries]
+        options = scoring.heads_at_once, size, scoring.interpreted
+        return index_kernel.scores(*options, *index._replace(keys=padded))[..., :entries]
     blocks = jnp.moveaxis(padded.reshape(len(padded), -1, size, padded.shape[2]), 1, 0)
     scores = jax.lax.map(lambda keys: _all_entries(index._replace(keys=keys), scoring.heads_at_once), blocks)
     return jnp.moveaxis(scores, 0, 2).reshape(*index.q.shape[:2], -1)[..., :entries]
 
 
 def _all_entries(index: Index, heads_at_once: int) -> Float32[Array, "B S C"]:
-    """Scores of all entries of an index whose weights are scaled."""
+    """Scores of all entries at once. The weights of the index are already scaled by 1 / sqrt(I * W)."""
     batch, seq_len, heads, width = index.q.shape
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # within a scan nothing else would merge them
-    def add_heads(scores: Float32[Array, "B S C"], group: tuple) -> tuple[Float32[Array, "B S C"], None]:
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # CSE does not cross a scan
+    def add_heads(
+        scores: Float32[Array, "B S C"],
+        group: tuple[Float[Array, "B S heads_at_once W"], Float32[Array, "B S heads_at_once"]],
+    ) -> tuple[Float32[Array, "B S C"], None]:
         q, weights = group
         dots = product("bsgd,bcd->bsgc", q, index.keys, jnp.float32)
         return scores + (jax.nn.relu(dots) * weights[..., None]).sum(axis=2), None
 
-    nothing = jnp.zeros((batch, seq_len, index.keys.shape[1]), jnp.float32)
+    zeros = jnp.zeros((batch, seq_len, index.keys.shape[1]), jnp.float32)
     groups = (batch, seq_len, heads // heads_at_once, heads_at_once)
     by_group = index.q.reshape(*groups, width), index.weights.reshape(groups)
-    return jax.lax.scan(add_heads, nothing, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), by_group))[0]
+    return jax.lax.scan(add_heads, zeros, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), by_group))[0]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Shaped
 
 from research.attention.attend import SAVED, Documents, Keys, Prepared
 from research.attention.indexer import loss as indexer_loss
@@ -20,19 +20,19 @@ from research.metrics import Mean
 
 
 class Attention(hk.Module):
-    """Shared-key-value attention with low-rank queries and a grouped low-rank output (DeepSeek-V4, section 2.3).
+    """Attention with shared keys and values, low-rank queries and grouped low-rank output (DeepSeek-V4, section 2.3).
 
-    Parameters are float32 and the same, names included, under every backend and at every sequence length.
+    Parameters are float32. Their names and shapes do not depend on the backend and the sequence length.
     """
 
     def __init__(self, spec: Spec, kind: str, measure: bool = False, name: str = "attention") -> None:
-        """Settings.
+        """Initializes the module.
 
         Args:
-          spec: of the model.
-          kind: one of `visibility.KINDS`.
-          measure: whether to measure what the indexer selects, too.
-          name: of the module.
+          spec: the model's spec.
+          kind: the kind of attention, one of `visibility.KINDS`.
+          measure: whether to measure the indexer's selection.
+          name: the module's name.
         """
         super().__init__(name=name)
         self.spec, self.kind, self.measure = spec, kind, measure
@@ -44,15 +44,15 @@ class Attention(hk.Module):
 
         Args:
           x: hidden states.
-          documents: of the tokens.
-          prepared: what the op's `prepare` made of the same documents, if anything.
+          documents: the documents of the tokens.
+          prepared: the result of the op's `prepare` for the same documents, or None.
 
         Returns:
-          In the layer's dtype, 0 where nothing is seen; and of CSA's indexer what `indexer.loss.measure` says when
-          measuring, its "kl" alone when it is trained, else nothing.
+          The output in the model's dtype, 0 at tokens that see no key, and means for CSA's indexer: those of
+          `indexer.loss.measure` if `measure`, otherwise only "kl" if the indexer is trained, otherwise none.
 
         Raises:
-          ValueError: an argument's shape or dtype is not as above.
+          ValueError: an argument has a wrong shape or dtype.
         """
         spec, settings, eps = self.spec, self.spec.settings.attention, self.spec.settings.model.norm_eps
         _check(x, documents, spec.settings.model.hidden)
@@ -70,14 +70,14 @@ class Attention(hk.Module):
         keys = Keys(local, compressed)
         sinks = hk.get_parameter("sinks", [settings.heads], jnp.float32, jnp.zeros) if settings.sinks else None
 
-        def queries(q_up: Float[Array, "Q HD"]) -> Float[Array, "B S H D"]:
+        def queries(q_up: Float[Array, "q_rank HD"]) -> Float[Array, "B S H D"]:
             q = product("bsi,io->bso", low_rank, q_up).reshape(*positions.shape, -1, settings.head_width)
             return rope.rotate(normalize(q, eps), positions, freqs)
 
         selected, indexer_means = None, {}
-        if visibility.selects:  # in every stage, for a checkpoint of one starts the next
+        if visibility.selects:  # in all stages, whose checkpoints have the same parameters
             index = Indexer(settings, eps, freqs)(x, low_rank, documents)
-            teacher = indexer_loss.Heads(queries(q_up), keys, sinks)  # compiled only where it is read
+            teacher = indexer_loss.Heads(queries(q_up), keys, sinks)  # if unused, the compiler removes it
             selected = select(index, visibility, documents, spec.scoring) if spec.selects else None
             arguments = (index, teacher, visibility, documents, selected, spec.scoring)
             if self.measure:
@@ -88,45 +88,48 @@ class Attention(hk.Module):
         attend, groups = spec.attend(self.kind), settings.out_groups
         down = weight("out_down", (groups, settings.heads * settings.head_width // groups, settings.out_rank))
 
-        def some_heads(
-            q_up: Float[Array, "Q HD"], sinks: Float[Array, " H"] | None, down: Float[Array, "G I R"]
-        ) -> Float[Array, "B S G R"]:
-            """Some heads, by their part of the parameters; makes none, for it may be traced within a scan."""
+        def attend_heads(
+            q_up: Float[Array, "q_rank HD"],
+            sinks: Float32[Array, " H"] | None,
+            down: Float[Array, "G group_width out_rank"],
+        ) -> Float[Array, "B S G out_rank"]:
+            """Some of the heads, with their parts of the parameters. Creates no parameters: it may run in a scan."""
             out = attend(queries(q_up), keys, documents, sinks=sinks, selected=selected, prepared=prepared)
             out = rope.rotate_back(out, positions, freqs).reshape(*positions.shape, *down.shape[:2])
             return product("bsgi,gir->bsgr", out, down)
 
-        mixed = _some_heads_at_once(some_heads, settings.heads // spec.heads_at_once, q_up, sinks, down.astype(x.dtype))
+        mixed = _map_heads(attend_heads, settings.heads // spec.heads_at_once, q_up, sinks, down.astype(x.dtype))
         return project("out_up", mixed.reshape(*positions.shape, -1), spec.settings.model.hidden), indexer_means
 
 
-def _some_heads_at_once(
-    some_heads: Callable,
-    count: int,
-    q_up: Float[Array, "Q HD"],
-    sinks: Float[Array, " H"] | None,
-    down: Float[Array, "G I R"],
-) -> Float[Array, "B S G R"]:
-    """`some_heads(q_up, sinks, down)`, the heads in `count` parts, one after the other.
+def _map_heads(
+    attend_heads: Callable,
+    parts: int,
+    q_up: Float[Array, "q_rank HD"],
+    sinks: Float32[Array, " H"] | None,
+    down: Float[Array, "G group_width out_rank"],
+) -> Float[Array, "B S G out_rank"]:
+    """`attend_heads(q_up, sinks, down)`, computed for the heads in parts, one part after the other.
 
-    Of a part's inner arrays only what the op names `attend.SAVED` is kept for the backward pass, the rest made again:
-    of queries and outputs then exists little more than those of a part.
+    Only the residuals `attend.SAVED` of a part are saved; the rest is recomputed in the backward pass. So little more
+    than the queries and outputs of one part exist at the same time.
     """
-    if count == 1:
-        return some_heads(q_up, sinks, down)
-    parts = (
-        jnp.moveaxis(q_up.reshape(len(q_up), count, -1), 1, 0),
-        None if sinks is None else sinks.reshape(count, -1),
-        down.reshape(count, -1, *down.shape[1:]),
+    if parts == 1:
+        return attend_heads(q_up, sinks, down)
+    split = (
+        jnp.moveaxis(q_up.reshape(len(q_up), parts, -1), 1, 0),
+        None if sinks is None else sinks.reshape(parts, -1),
+        down.reshape(parts, -1, *down.shape[1:]),
     )
-    keep = jax.checkpoint_policies.save_only_these_names(*SAVED)
-    again = jax.checkpoint(some_heads, policy=keep, prevent_cse=False)  # within a scan nothing else would merge them
-    mixed = jax.lax.map(lambda part: again(*part), parts)  # [count, B, S, groups, out_rank]
+    policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
+    rematerialized = jax.checkpoint(attend_heads, policy=policy, prevent_cse=False)  # CSE does not cross a scan
+    mixed = jax.lax.map(lambda part: rematerialized(*part), split)  # [parts, B, S, G // parts, out_rank]
     mixed = jnp.moveaxis(mixed, 0, 2)
     return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])
 
 
-def _check(x: Array, documents: Documents, hidden: int) -> None:
+def _check(x: Shaped[Array, "..."], documents: Documents, hidden: int) -> None:
+    """Raises ValueError if an argument has a wrong shape or dtype."""
     if x.ndim != 3 or x.shape[-1] != hidden:
         raise ValueError(f"x: shape {list(x.shape)}, must be [B, S, {hidden}]")
     for name, array in (("positions", documents.positions), ("segments", documents.segments)):

@@ -1,9 +1,8 @@
-"""Compressed entries: a learned, channel-wise softmax pooling of every completed window of tokens."""
+"""Compressed entries: a learned softmax pooling, per channel, of each complete window of tokens."""
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from research.attention import visibility as visibility_lib
@@ -15,16 +14,16 @@ from research.attention.visibility import HeavilyCompressed
 
 
 class Compressor(hk.Module):
-    """Pools `ratio` tokens into one entry, normalises it, and rotates it by the position of its first token.
+    """Pools windows of `ratio` tokens into entries, then applies RMS norm, and RoPE at the position of the first token.
 
-    HCA pools each window alone (DeepSeek-V4, equations 20 to 23). CSA overlaps: every token has two series of
-    values and gates, and entry w pools the first series of window w - 1 with the second of window w (equations 9
-    to 12); window w - 1 is left out where it does not exist or lies in another document.
+    In HCA, entry w pools window w (DeepSeek-V4, equations 20 to 23). In CSA, windows overlap: each token has two series
+    of values and gates, and entry w pools the first series of window w - 1 and the second series of window w (equations
+    9 to 12). Window w - 1 is left out if it does not exist or belongs to another document.
 
     Attributes:
-      visibility: of the layer: how many tokens an entry pools, and whether windows overlap.
+      visibility: of the layer; has the ratio, and whether windows overlap.
       width: channels of an entry.
-      norm_eps: of the entry's RMS norm.
+      norm_eps: epsilon of the RMS norm.
       freqs: from `rope.frequencies`.
     """
 
@@ -33,21 +32,22 @@ class Compressor(hk.Module):
         visibility: HeavilyCompressed,
         width: int,
         norm_eps: float,
-        freqs: np.ndarray,
+        freqs: rope.Frequencies,
         name: str = "compressor",
     ) -> None:
         super().__init__(name=name)
         self.visibility, self.width, self.norm_eps, self.freqs = visibility, width, norm_eps, freqs
 
     def __call__(self, x: Float[Array, "B S E"], documents: Documents) -> Float[Array, "B C D"]:
-        """Compresses a sequence; an unfinished last window yields no entry.
+        """Compresses sequences. An incomplete last window has no entry.
 
         Args:
           x: hidden states.
-          documents: of the tokens. Entries of windows that straddle documents are finite and meant to be hidden.
+          documents: the documents of the tokens. Entries of windows that straddle documents are finite, and are meant
+            to be masked.
 
         Returns:
-          `C = S // ratio` entries of `width` channels in x's dtype.
+          `C = S // ratio` entries in x's dtype.
         """
         ratio, overlap = self.visibility.ratio, self.visibility.overlaps
         entries = x.shape[1] // ratio
@@ -59,7 +59,7 @@ class Compressor(hk.Module):
         gates += hk.get_parameter("position_bias", windows[2:], jnp.float32, jnp.zeros)[None, None]
         present = None
         if overlap:
-            values, gates = _beside_previous(values), _beside_previous(gates)
+            values, gates = _with_previous(values), _with_previous(gates)
             present = _previous_is_same_document(documents.segments, ratio)
             present = jnp.stack([present, jnp.ones_like(present)], axis=-1).repeat(ratio, axis=-1)[..., None]
         normed = RMSNorm(self.norm_eps, name="norm")(pool(values, gates, present))
@@ -69,27 +69,27 @@ class Compressor(hk.Module):
 def pool(
     values: Float[Array, "B C R D"], gates: Float32[Array, "B C R D"], present: Bool[Array, "B C R 1"] | None = None
 ) -> Float32[Array, "B C D"]:
-    """Averages over tokens, each channel with a softmax of its own.
+    """Averages the values of the R tokens of an entry, with a softmax per channel.
 
-    In float32 whatever the dtype of the values: in bfloat16 the weights of 128 tokens would not sum to 1.
+    In float32 for every dtype of the values: in bfloat16 the weights of 128 tokens would not sum to 1.
 
     Args:
-      values: of the R tokens of each entry.
-      gates: their logits.
-      present: tokens that take part, at least one of each entry; None means all.
+      values: values of the tokens.
+      gates: logits of the softmax.
+      present: the tokens to pool, at least one per entry; None is all.
     """
     return jnp.sum(values.astype(jnp.float32) * jax.nn.softmax(gates, axis=2, where=present), axis=2)
 
 
-def _beside_previous(series: Float[Array, "B C R two_series"]) -> Float[Array, "B C pooled D"]:
-    """The first series of window w - 1 (zeros for w = 0), then the second of window w."""
+def _with_previous(series: Float[Array, "B C R channels"]) -> Float[Array, "B C 2*R channels//2"]:
+    """The first series of window w - 1, zeros for w = 0, and the second series of window w."""
     first, second = jnp.split(series, 2, axis=-1)
     previous = jnp.pad(first, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
     return jnp.concatenate([previous, second], axis=2)
 
 
 def _previous_is_same_document(segments: Int32[Array, "B S"], ratio: int) -> Bool[Array, "B C"]:
-    """Whether windows w - 1 and w lie wholly in one document."""
+    """Whether windows w - 1 and w are both inside the same document."""
     segments = visibility_lib.entry_segments(segments, ratio)
     previous = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=visibility_lib.STRADDLES)[:, :-1]
     return visibility_lib.same_segment(segments, previous)

@@ -1,4 +1,4 @@
-"""Weights without biases: float32 parameters of the calling module, multiplied in the input's dtype."""
+"""Linear layers without biases, with float32 parameters and products in the input's dtype."""
 
 from typing import Any
 
@@ -12,14 +12,16 @@ INIT_STD = 0.02  # DeepSeek's initializer_range
 
 
 def weight(name: str, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """The parameter `name` of the calling module, drawn from a normal of deviation `INIT_STD`."""
+    """The parameter `name` of the calling module, initialised from a normal with standard deviation `INIT_STD`."""
     return hk.get_parameter(name, shape, jnp.float32, hk.initializers.RandomNormal(INIT_STD))
 
 
-def project(name: str, x: Float[Array, "*rows in"], width: int, out_dtype: Any = None) -> Float[Array, "*rows out"]:
-    """`x @ w`, where w [in, width] is the parameter `name`.
+def project(
+    name: str, x: Float[Array, "*rows inputs"], width: int, out_dtype: Any = None
+) -> Float[Array, "*rows outputs"]:
+    """`x @ w`, where w is the parameter `name` and has `width` outputs.
 
-    The product accumulates into `out_dtype`, by default x's dtype.
+    The product is accumulated in `out_dtype`, by default x's dtype, which is that of the result.
     """
     w = weight(name, (x.shape[-1], width))
     return product("...i,io->...o", x, w.astype(x.dtype), out_dtype)

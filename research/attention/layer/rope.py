@@ -1,12 +1,12 @@
-"""Rotary position embedding on the trailing channels of a head, in interleaved pairs, in float32.
+"""Rotary position embedding (RoPE) of the last `rope_width` channels of a head, in interleaved pairs, in float32.
 
-Channels `2i` and `2i + 1` of the trailing `rope_width` are a plane that turns by `position * frequency[i]`.
-Keys serve as values, so an attention output carries the rotation of what it attended to: `rotate_back` undoes it
-at the query's position, and what remains depends on relative positions alone. Source: DeepSeek-V4, section 2.3.
+Channels `2i` and `2i + 1` of the last `rope_width` are rotated by the angle `position * freqs[i]`. Since keys are also
+the values, an attention output contains the rotations of the keys. `rotate_back` rotates it back by the position of the
+query, so that it only depends on relative positions. Source: DeepSeek-V4, section 2.3.
 
-A product in float32 keeps 24 bits of the angle, whole turns included: at position 1,000,000 two neighbours are turned
-against each other by an angle that is off by up to 0.06. Of whole turns nothing is left in a phase that is counted in
-fractions of a turn by integers, which wrap around: it is as exact at the last position as at the first.
+Precision: a float32 angle has 24 bits, including whole turns, so at position 1,000,000 the angle between two
+neighbours has an error of up to 0.06. By default angles are therefore computed in integer fractions of a turn, which
+wrap around at whole turns. Their error does not grow with the position.
 """
 
 import fractions
@@ -15,25 +15,25 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Float64, Int32, UInt32
 
 from research.attention.product import product
 from research.settings.attention import Rope
 
 Arrays = Array | np.ndarray
-Frequencies = np.ndarray  # [rope_width // 2] radians per position, float64 or float32
+Frequencies = Float[np.ndarray, " pairs"]  # radians per position, float64 or float32
 
 
 def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> Frequencies:
-    """Radians per position of each channel pair.
+    """Radians per position of each pair of channels.
 
     Args:
       rope: thetas and YaRN settings.
-      rope_width: rotated channels, even.
-      compressed: whether the layer is a CSA or HCA one: they have a theta of their own, and they alone have YaRN.
+      rope_width: number of rotated channels, even.
+      compressed: whether the layer has entries (CSA, HCA). Such layers have another theta, and only they use YaRN.
 
     Returns:
-      float64 under `angles='exact'`, float32 under 'reference'; `rotate` goes by it.
+      In float64 with `angles='exact'`, in float32 with 'reference'. The dtype determines how `rotate` computes angles.
 
     Raises:
       ValueError: rope_width is not a positive even number.
@@ -41,7 +41,7 @@ def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> Frequencies
     if rope_width <= 0 or rope_width % 2:
         raise ValueError(f"rope_width={rope_width}: must be a positive even number")
     theta = rope.compressed_theta if compressed else rope.theta
-    # The reference's go in float32 step by step, as published weights were trained: distance multiplies every ulp.
+    # The reference rounds each step to float32, and the published weights were trained with that.
     real = np.float32 if rope.angles == "reference" else np.float64
     exponents = np.arange(0, rope_width, 2, dtype=real) / real(rope_width)
     plain = real(1) / real(theta) ** exponents
@@ -54,32 +54,32 @@ def frequencies(rope: Rope, rope_width: int, *, compressed: bool) -> Frequencies
 def rotate(
     x: Float[Arrays, "B S *heads D"], positions: Int32[Arrays, "B S"], freqs: Frequencies
 ) -> Float[Array, "B S *heads D"]:
-    """Turns the trailing `2 * len(freqs)` channels by their positions.
+    """Rotates the last `2 * len(freqs)` channels.
 
     Args:
-      x: what is rotated.
-      positions: of either sign.
-      freqs: from `frequencies`. By float64 ones the angle is within 5e-7 of its value at every position; by float32
-        ones it is their product with the position in float32, off by up to 2^-24 of it.
+      x: queries, keys or entries.
+      positions: of the tokens; may be negative.
+      freqs: from `frequencies`. With float64, the error of the angles is at most 5e-7 at every position. With float32,
+        the angles are float32 products with the positions, with a relative error of up to 2^-24.
 
     Returns:
       In x's dtype.
 
     Raises:
-      ValueError: x has fewer channels than are to be rotated, or positions are not int32.
+      ValueError: x has fewer channels than `2 * len(freqs)`, or positions are not int32.
     """
     rope_width = 2 * len(freqs)
     if rope_width > x.shape[-1]:
         raise ValueError(f"rope_width={rope_width}: must be at most the head's width, {x.shape[-1]}")
     if positions.dtype != jnp.int32:
         raise ValueError(f"positions: {positions.dtype}, must be int32")
-    angles_of = _angles if freqs.dtype == np.float64 else _rounded_angles
-    angles = angles_of(positions[..., None], freqs.repeat(2)[None, None])
+    angle_function = _angles if freqs.dtype == np.float64 else _rounded_angles
+    angles = angle_function(positions[..., None], freqs.repeat(2)[None, None])
     angles = angles.reshape(*positions.shape, *(1,) * (x.ndim - 3), rope_width)
-    still, turning = jnp.split(x, [x.shape[-1] - rope_width], axis=-1)
-    turning = turning.astype(jnp.float32)
-    turned = turning * jnp.cos(angles) + _quarter_turn(turning) * jnp.sin(angles)
-    return jnp.concatenate([still, turned.astype(x.dtype)], axis=-1)
+    unrotated, pairs = jnp.split(x, [x.shape[-1] - rope_width], axis=-1)
+    pairs = pairs.astype(jnp.float32)
+    rotated = pairs * jnp.cos(angles) + _quarter_turn(pairs) * jnp.sin(angles)
+    return jnp.concatenate([unrotated, rotated.astype(x.dtype)], axis=-1)
 
 
 def rotate_back(
@@ -89,29 +89,32 @@ def rotate_back(
     return rotate(x, -positions, freqs)
 
 
-_RADIANS = fractions.Fraction("6.28318530717958647692528676655900576839433879875021")  # of a turn
+_TURN = fractions.Fraction("6.28318530717958647692528676655900576839433879875021")  # in radians
 
 
-def _angles(positions: Int32[Array, "B S 1"], freqs: np.ndarray) -> Float32[Array, "B S width"]:
-    """Radians from -pi to pi, float32, of int32 positions times float64 radians per position.
+def _angles(
+    positions: Int32[Arrays, "B S 1"], freqs: Float64[np.ndarray, "1 1 channels"]
+) -> Float32[Array, "B S channels"]:
+    """`positions * freqs`, modulo a turn, in radians from -pi to pi.
 
-    A position advances the phase by a whole number of 2^-64 turns, in a high and a low word of 32 bits. Of its product
-    with the position, modulo a turn, the high word is kept, which is off by less than 2^-31 turns, 3e-9 radians.
+    A frequency is an integer number of 2^-64 turns, in a high and a low word of 32 bits. The high word of its product
+    with the position, modulo a turn, has an error of less than 2^-31 turns, or 3e-9 radians.
     """
-    steps = [round(fractions.Fraction(freq) / _RADIANS * 2**64) % 2**64 for freq in freqs.flat]
+    steps = [round(fractions.Fraction(freq) / _TURN * 2**64) % 2**64 for freq in freqs.flat]
     high, low = (
         np.array(words, np.uint32).reshape(freqs.shape)
         for words in zip(*(divmod(s, 2**32) for s in steps), strict=True)
     )
-    distance = jnp.abs(positions).astype(jnp.uint32)  # of the least int32 too, which is its own absolute value
+    # The absolute value of the smallest int32 wraps to itself, which as uint32 is right.
+    distance = jnp.abs(positions).astype(jnp.uint32)
     phase = distance * high + _high_word(distance, low)
-    signed = jax.lax.bitcast_convert_type(phase, jnp.int32)  # turns below a half, and the others less a turn
+    signed = jax.lax.bitcast_convert_type(phase, jnp.int32)  # from -1/2 to 1/2 turns
     radians = signed.astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
     return jnp.where(positions < 0, -radians, radians)
 
 
-def _high_word(a: UInt32[Array, "B S 1"], b: np.ndarray) -> UInt32[Array, "B S width"]:
-    """The upper 32 bits of a product of uint32, in which no 64-bit integers are needed."""
+def _high_word(a: UInt32[Array, "B S 1"], b: UInt32[np.ndarray, "1 1 channels"]) -> UInt32[Array, "B S channels"]:
+    """The upper 32 bits of the 64-bit product, computed in uint32."""
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a_high, a_low, b_high, b_low = a >> half, a & mask, b >> half, b & mask
     middle = a_high * b_low + (a_low * b_low >> half)
@@ -119,26 +122,28 @@ def _high_word(a: UInt32[Array, "B S 1"], b: np.ndarray) -> UInt32[Array, "B S w
     return a_high * b_high + (middle >> half) + (carried >> half)
 
 
-def _rounded_angles(positions: Int32[Array, "B S 1"], freqs: np.ndarray) -> Float32[Array, "B S width"]:
-    """As published weights were trained with: float32 positions times float32 radians per position."""
+def _rounded_angles(
+    positions: Int32[Arrays, "B S 1"], freqs: Float32[np.ndarray, "1 1 channels"]
+) -> Float32[Array, "B S channels"]:
+    """`positions * freqs` in float32, as the published weights were trained with."""
     return positions.astype(jnp.float32) * freqs
 
 
-def _quarter_turn(x: Float32[Array, "*shape width"]) -> Float32[Array, "*shape width"]:
-    """Each pair of channels (a, b) to (-b, a).
+def _quarter_turn(x: Float32[Array, "*rows channels"]) -> Float32[Array, "*rows channels"]:
+    """Maps each pair of channels (a, b) to (-b, a).
 
-    As an exact product with a matrix of 0 and +-1: a TPU's compiler takes three times as long over the whole layer
-    where every second channel is sliced out instead (LOG.md).
+    An exact product with a matrix of 0 and +-1. With slices of every second channel instead, the TPU compiler takes
+    three times as long for the whole layer (LOG.md).
     """
     matrix = np.kron(np.eye(x.shape[-1] // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], np.float32))
     return product("...i,io->...o", x, matrix)
 
 
-def _yarn_kept(rope: Rope, theta: float, rope_width: int, real: type) -> np.ndarray:
-    """How much of each pair's own frequency YaRN keeps: 1 for the fast pairs, 0 for the slow, a ramp between.
+def _yarn_kept(rope: Rope, theta: float, rope_width: int, real: type) -> Frequencies:
+    """The weights of the original frequencies in YaRN: 1 for fast pairs, 0 for slow ones, with a linear ramp between.
 
-    A pair is fast or slow by its turns within the original length (Peng et al. 2023, "NTK-by-parts"); the ramp's
-    ends are rounded outwards to whole pairs.
+    Whether a pair is fast or slow depends on its turns within the original length (Peng et al. 2023, "NTK-by-parts").
+    The ends of the ramp are rounded outwards to whole pairs.
     """
 
     def pair_with_turns(turns: float) -> float:

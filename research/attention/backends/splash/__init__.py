@@ -1,4 +1,4 @@
-"""tokamax's splash kernels: the TPU backend, interpreted elsewhere, and what serves it alone."""
+"""tokamax's splash attention kernels: the backend for TPUs."""
 
 from research.attention.backends.splash.attend import compute, cost, prepare, resolve
 

@@ -1,12 +1,13 @@
-"""The one place that imports tokamax: the splash kernels live at the same private path in both tested versions.
+"""tokamax's splash attention kernels. The only module that imports tokamax.
 
-tokamax does not let its caller say how much vector memory (VMEM) a kernel may take, and the compiler's flag for it is
-for the whole program: with it raised, every product of matrices takes several times as long to compile. So we load an
-instance of tokamax's module of our own, and add the limit there, where it touches nobody else.
+The kernels are at the same private path in both tested versions. This module loads its own copy of tokamax's kernel
+module and changes two things in it:
 
-Nor does it scale logits: its callers scale q, and for the base-2 exponential it multiplies q by log2(e) again, both
-rounded to q's dtype. In bfloat16 the log-sum-exp was off by 0.03 (LOG.md). Our instance scales the logits themselves,
-which are float32, and takes the natural exponential: q arrives as it is.
+* The vector memory (VMEM) that a kernel may use. tokamax has no parameter for it, and the compiler's flag applies to
+  the whole program: a higher limit makes every matrix product several times slower to compile.
+* The scale of the logits. tokamax's callers scale q, and for the base-2 exponential tokamax multiplies q by log2(e),
+  both rounded to q's dtype: in bfloat16 the log-sum-exp was off by 0.03 (LOG.md). The copy scales the float32 logits
+  instead, and is used with the natural exponential.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ __all__ = [
     "vmem_limit",
 ]
 
-_limit, _scale = jax.make_user_context(0), jax.make_user_context(1.0)  # contexts that jax.jit's caches know of
+_limit, _scale = jax.make_user_context(0), jax.make_user_context(1.0)  # part of the key of jax.jit's cache
 
 
 def _compiler_params(**settings: Any) -> pltpu.CompilerParams:
@@ -54,29 +55,29 @@ def _own_kernels() -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.pltpu = types.SimpleNamespace(**{**vars(pltpu), "CompilerParams": _compiler_params})
-    masked = module._apply_mask_and_soft_cap  # what every kernel makes of its product, in float32, before the softmax
+    masked = module._apply_mask_and_soft_cap  # of every kernel's float32 logits
     module._apply_mask_and_soft_cap = lambda logits, *args, **kwargs: masked(logits * _scale.value, *args, **kwargs)
     return module
 
 
 kernels = _own_kernels()
-Info = tuple  # a `MaskInfo`, whose own annotations know no JAX arrays
+Info = tuple  # for annotations of a `MaskInfo`: tokamax annotates its fields as NumPy arrays, but JAX arrays occur, too
 
 
 def vmem_limit(kib: int) -> contextlib.AbstractContextManager:
-    """Within it, kernels that are traced may take that much vector memory; 0 is the compiler's default."""
+    """A context in which traced kernels may use that much vector memory; 0 is the compiler's default."""
     return _limit(kib * 1024)
 
 
 def logit_scale(scale: float) -> contextlib.AbstractContextManager:
-    """Within it, kernels that are traced multiply q . k by it, in float32; their gradients of q and k lack it."""
+    """A context in which traced kernels scale q . k, in float32. Their gradients of q and k lack the factor."""
     return _scale(scale)
 
 
-# Decorates what runs tokamax's code, which mixes ranks even where `jax_numpy_rank_promotion` forbids it to ours.
+# A decorator for callers of tokamax, which relies on rank promotion even if `jax_numpy_rank_promotion` forbids it.
 allows_rank_promotion = jax.numpy_rank_promotion("allow")
 
-# tokamax 0.0.17 prunes every schedule by the segments, for which its backward kernel knows the ring buffer alone.
+# tokamax 0.0.17 prunes schedules by segments, which its backward kernel only supports with the ring buffer.
 SEGMENTS_NEED_RING = hasattr(kernels, "_refine_mask_info_with_segments")
 
 _HAS_KEY = "prng_key" in inspect.signature(kernels._splash_attention_fwd).parameters  # for dropout, from 0.0.17 on
@@ -91,22 +92,22 @@ def backward(
     kernel: SplashAttentionKernel,
     q: Float[Array, "H q_len D"],
     keys: Float[Array, "kv_len D"],
-    ids: SegmentIds | None,
+    segment_ids: SegmentIds | None,
     out: Float[Array, "H q_len D"],
     logsumexp: Float32[Array, "H q_len"],
     d_out: Float[Array, "H q_len D"],
 ) -> tuple[Float[Array, "H q_len D"], Float[Array, "kv_len D"], Float[Array, "kv_len D"]]:
-    """The kernel's own backward pass, apart from its forward one.
+    """The backward pass of a kernel.
 
     Args:
-      kernel: a shared-key kernel of the natural exponential.
-      q, keys, ids: what it was called with, keys as keys and values.
-      out, logsumexp: what it gave.
+      kernel: a multi-query kernel with the natural exponential.
+      q, keys, segment_ids: its inputs; keys are also the values.
+      out, logsumexp: its outputs.
       d_out: the gradient of out.
 
     Returns:
-      The gradients of q, and of keys as keys and as values; the first two without the factor `logit_scale`.
+      The gradients of q, of the keys and of the values; the first two without the factor `logit_scale`.
     """
     settings = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
-    residuals = (q, keys, keys, ids, None, out, logsumexp, kernel.dkv_mask_info, *([None] if _HAS_KEY else []))
+    residuals = (q, keys, keys, segment_ids, None, out, logsumexp, kernel.dkv_mask_info, *([None] if _HAS_KEY else []))
     return kernels._splash_attention_bwd(save_residuals=False, **settings, res=residuals, grads=d_out)[2:5]

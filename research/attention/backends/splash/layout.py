@@ -1,13 +1,13 @@
-"""Where the splash kernel's rows and columns lie: queries `[q | pad]`, keys `[local | pad | compressed | pad]`.
+"""The layout of the splash kernel: rows `[queries | padding]`, columns `[local | padding | compressed | padding]`.
 
-Both key parts start on a block boundary. The local part is at least as long as the padded queries, so that every
-row of the kernel, a padded one too, sees its own local key: no softmax is ever empty and nothing is ever 0 / 0.
-What padding computes is thrown away afterwards, with a zero cotangent.
+The local and the compressed keys start on block boundaries. The local part is at least as long as the padded queries.
+So every row, also a padded one, sees its own local key, and no softmax is empty. The outputs of padded rows are dropped
+and have zero cotangents.
 
-There are at least three key blocks. Where tokamax schedules the backward kernel over active blocks, each head adds its
-part to the dk of the head before, through memory, and the next block is fetched while the last one is still being
-written: with one block only the last head's part was left (found at S=1, both versions), with two a TPU may read too
-early, which no interpreter shows (tokamax 0.0.17 says so and takes another way, 0.0.12 does not).
+There are at least three blocks of keys. Where tokamax's backward kernel visits active blocks only, each head reads the
+dk of the previous head from memory and adds to it, while blocks are prefetched and written asynchronously. With one
+block, only the last head's dk was left (found at S=1 with both versions). With two, a TPU may read dk before it is
+written, which the interpreter does not show (tokamax 0.0.17 documents this and avoids it, 0.0.12 does not).
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ _FEWEST_KEY_BLOCKS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Lengths of the kernel's rows and columns.
+    """The numbers of the kernel's rows and columns.
 
     Attributes:
-      visibility: who sees whom.
-      seq_len: S, real queries and local keys.
-      entries: C, real compressed keys.
-      q_len: padded queries.
-      local_len: padded local keys; the compressed keys start here.
-      compressed_len: padded compressed keys.
+      visibility: which keys each query sees.
+      seq_len: S, queries and local keys without padding.
+      entries: C, compressed keys without padding.
+      q_len: queries with padding.
+      local_len: local keys with padding, and the column of the first compressed key.
+      compressed_len: compressed keys with padding.
     """
 
     visibility: visibility_lib.Visibility
@@ -46,13 +46,17 @@ class Layout:
 
     @property
     def kv_len(self) -> int:
-        """Padded keys in all."""
+        """All keys with padding."""
         return self.local_len + self.compressed_len
 
     def sees(self, row: Any, col: Any) -> Any:
-        """Whether the kernel's row sees its column, documents and selection aside; NumPy or JAX integers.
+        """Whether a row sees a column, without regard to documents and selection.
 
-        The rule needs no case for padding: a real row sees neither a later token nor an unfinished entry.
+        Padding needs no case of its own: no query sees a later token or an incomplete entry.
+
+        Args:
+          row: integers, NumPy or JAX.
+          col: likewise, broadcast against `row`.
         """
         seen = self.visibility.sees_local(row, col) & (col < self.local_len)
         if self.entries:
@@ -64,33 +68,33 @@ class Layout:
         return pad(x, axis, 0, self.q_len - x.shape[axis], 0)
 
     def join_keys(self, local: Float[Array, "B S D"], compressed: Float[Array, "B C D"]) -> Float[Array, "B kv_len D"]:
-        """The columns' keys."""
+        """The keys of the columns."""
         local = pad(local, 1, 0, self.local_len - local.shape[1], 0)
         return jnp.concatenate([local, pad(compressed, 1, 0, self.compressed_len - compressed.shape[1], 0)], axis=1)
 
     def segment_ids(self, segments: Int32[Array, "B S"]) -> tuple[Int32[Array, "B q_len"], Int32[Array, "B kv_len"]]:
-        """The ids of rows and columns, to be compared for equality.
+        """The segments of rows and columns, which the kernel compares for equality.
 
-        Padded tokens see each other and themselves (see the module's docstring), straddling entries nobody.
+        Padding sees padding, so that no softmax is empty. No row sees entries that straddle documents.
         """
-        rows = pad(segments, 1, 0, self.q_len - segments.shape[1], visibility_lib.PADDING)
-        cols = pad(segments, 1, 0, self.local_len - segments.shape[1], visibility_lib.PADDING)
+        row_ids = pad(segments, 1, 0, self.q_len - segments.shape[1], visibility_lib.PADDING)
+        col_ids = pad(segments, 1, 0, self.local_len - segments.shape[1], visibility_lib.PADDING)
         if self.entries:
             entries = visibility_lib.entry_segments(segments, self.visibility.ratio)
             entries = pad(entries, 1, 0, self.compressed_len - entries.shape[1], visibility_lib.STRADDLES)
-            cols = jnp.concatenate([cols, entries], axis=1)
-        return rows, cols
+            col_ids = jnp.concatenate([col_ids, entries], axis=1)
+        return row_ids, col_ids
 
     def runtime_mask(
         self,
-        rows: Int32[Array, " q_len"] | None,
-        cols: Int32[Array, " kv_len"] | None,
+        row_ids: Int32[Array, " q_len"] | None,
+        col_ids: Int32[Array, " kv_len"] | None,
         selected: Bool[Array, "S C"] | None,
     ) -> Bool[Array, "q_len kv_len"]:
-        """The mask of one sequence, from its `segment_ids` and the indexer's choice."""
+        """The mask of one sequence, from its `segment_ids` and its selected entries."""
         mask = self.sees(jnp.arange(self.q_len)[:, None], jnp.arange(self.kv_len)[None])
-        if rows is not None:
-            mask &= rows[:, None] == cols[None]
+        if row_ids is not None:
+            mask &= row_ids[:, None] == col_ids[None]
         if selected is not None:
             padding = ((0, self.q_len - self.seq_len), (self.local_len, self.compressed_len - self.entries))
             local = jnp.arange(self.kv_len) < self.local_len
@@ -101,7 +105,7 @@ class Layout:
 def make(
     visibility: visibility_lib.Visibility, seq_len: int, block_q: Iterable[int], block_kv: Iterable[int]
 ) -> Layout:
-    """The layout whose lengths every block size given divides."""
+    """The smallest layout whose lengths are multiples of all the block sizes."""
     q_len = round_up(seq_len, math.lcm(*block_q))
     kv_multiple = math.lcm(*block_kv)
     entries = visibility.num_entries(seq_len)

@@ -93,8 +93,8 @@ def evaluated(info, layout, block_q, block_kv, *, transposed):
     blocks = np.asarray(info.partial_mask_blocks).astype(bool)
     mask, visited = np.zeros((layout.q_len, layout.kv_len), bool), set()
     for row, col, kind, number in zip(rows, cols, kinds, numbers, strict=True):
-        q, kv = (col, row) if transposed else (row, col)
-        visited.add((int(q), int(kv)))
+        q, kv = (int(col), int(row)) if transposed else (int(row), int(col))
+        visited.add((q, kv))
         content = {0: False, 1: blocks[number].T if transposed else blocks[number], 2: True}[int(kind)]
         mask[q * block_q : (q + 1) * block_q, kv * block_kv : (kv + 1) * block_kv] = content
     assert len(visited) == len(rows)

@@ -1,8 +1,8 @@
-"""Schedules: the list of key blocks that the splash kernel visits, and how it masks them.
+"""Schedules: the lists of key blocks that the splash kernel visits, and how it masks them.
 
-A schedule is a function `(layout, splash_config, given) -> kernel` of one sequence. Those that are fixed before the
-program runs are given nothing and built once per (layout, config), `dynamic` is given a mask that exists at run time,
-bool [q_len, kv_len], and `hybrid` the indexer's choice, bool [S, C].
+A schedule is a function `(layout, config, runtime) -> kernel` for one sequence. `runtime` is the part that is only
+known at run time: a mask for `dynamic`, the selected entries for `hybrid`, None for the others, whose schedules are
+built once per (layout, config).
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from research.attention.visibility import KINDS, Visibility
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """An entry of the table.
+    """An entry of `TABLE`.
 
     Attributes:
-      kernel: makes the kernel.
-      selects: whether it can express visibilities that select, those that do not, or (None) both.
-      bands: whether it can express none but visibilities that are bands.
-      runtime_mask: whether documents and selection arrive as one mask at run time.
-      ring_only: whether the kernel leaves no other way to reduce dq than its ring buffer of three.
-      host: `(layout, config)`, makes and caches what the host computes before the program is traced, if anything.
+      kernel: `(layout, config, runtime)`, returns the kernel.
+      selects: True if it supports visibilities that select, False if others, None if both.
+      bands: whether it only supports visibilities that are bands.
+      runtime_mask: whether documents and selected entries are passed as one mask at run time.
+      ring_only: whether the kernel can only reduce dq with its ring buffer of three.
+      host: `(layout, config)`, computes and caches the part that the host computes before tracing, if there is one.
     """
 
     kernel: Callable
@@ -34,7 +34,7 @@ class Schedule:
     host: Callable | None = None
 
     def expresses(self, visibility: type[Visibility]) -> bool:
-        """Whether it can express the visibilities of a class."""
+        """Whether it supports the visibilities of a class."""
         return self.selects in (None, visibility.selects) and (visibility.bands or not self.bands)
 
 
@@ -46,19 +46,19 @@ TABLE = {
     "computed": Schedule(computed.kernel, bands=True, host=closed_form.schedules),
     "hybrid": Schedule(hybrid.kernel, selects=True, bands=True, host=closed_form.schedules),
 }
-_PREFERRED = ("closed_form", "hybrid", "static", "dynamic")  # 'auto' is the first one that can express a visibility
+_PREFERRED = ("closed_form", "hybrid", "static", "dynamic")  # 'auto' is the first one that supports a visibility
 
 
 def expressing(kind: str) -> list[str]:
-    """Names of the schedules that can express a kind of visibility."""
+    """Names of the schedules that support a kind of visibility."""
     return [name for name, schedule in TABLE.items() if schedule.expresses(KINDS[kind])]
 
 
 def chosen(attend: Attend) -> str:
-    """The schedule that an op asks for; 'auto' is its visibility's default.
+    """The name of an op's schedule; 'auto' is the default of its visibility.
 
     Raises:
-      SettingError: there is no such schedule, or it cannot express the visibility.
+      SettingError: there is no such schedule, or it does not support the visibility.
     """
     able = expressing(attend.visibility.kind)
     if attend.schedule == "auto":

@@ -1,6 +1,7 @@
-"""`captured`: the whole mask as a NumPy array in the program (the slow baseline of seeds 000 and 001).
+"""`captured`: the whole mask is a NumPy array in the program (the slow baseline of seeds 000 and 001).
 
-Serves sliding and HCA attention. The compiler carries all q_len x kv_len booleans, and folds what is computed of them.
+For sliding and HCA attention. The program contains q_len * kv_len booleans, and the compiler folds what the kernel's
+wrapper computes from them.
 """
 
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ from research.attention.backends.splash.layout import Layout
 from research.hardware import LANES
 
 
-def kernel(layout: Layout, config: splash.SplashConfig, given: None = None) -> splash.SplashAttentionKernel:
-    """A kernel for every sequence of that layout."""
-    del given
+def kernel(layout: Layout, config: splash.SplashConfig, runtime: None = None) -> splash.SplashAttentionKernel:
+    """The kernel for all sequences of a layout."""
+    del runtime
     rows, cols = np.arange(layout.q_len, dtype=np.int32)[:, None], np.arange(layout.kv_len, dtype=np.int32)[None]
-    # Some rows at a time: the differences of indices would take four times the mask's bytes.
-    mask = np.concatenate([layout.sees(some, cols) for some in np.split(rows, layout.q_len // LANES)])
+    # Evaluated in groups of rows: the int32 differences of all indices would take four times the mask's memory.
+    mask = np.concatenate([layout.sees(group, cols) for group in np.split(rows, layout.q_len // LANES)])
     return splash.make_dynamic_splash_mqa(jnp.asarray(mask), config=config)

@@ -1,7 +1,6 @@
-"""`closed_form`: the same blocks as `static`, from interval arithmetic instead of evaluating every block.
+"""`closed_form`: the same blocks as `static`, by interval arithmetic instead of evaluation of every block.
 
-Serves sliding and HCA attention. The partial blocks are made inside the program from one offset each, so that no
-large constant enters it.
+For sliding and HCA attention. The program computes each partial block from an offset, so it contains no large constant.
 """
 
 import functools
@@ -10,27 +9,27 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int8
+from jaxtyping import Array, Bool, Int, Int8, Int32
 
 from research.attention.backends.splash import kernel as splash
 from research.attention.backends.splash.layout import Layout
 from research.attention.backends.splash.schedules import block_schedule
 from research.attention.backends.splash.schedules.block_schedule import EMPTY, BlockSchedule
 
-# The forward and the backward schedule, each with whether only its blocks are visited or the whole grid.
+# The forward and the backward schedule, each with whether the kernel's grid is dynamic: see `mask_info`.
 Plan = tuple[tuple[BlockSchedule, bool], tuple[BlockSchedule, bool]]
 
 
-def kernel(layout: Layout, config: splash.SplashConfig, given: None = None) -> splash.SplashAttentionKernel:
-    """A kernel for every sequence of that layout; its schedule is built once."""
-    del given
+def kernel(layout: Layout, config: splash.SplashConfig, runtime: None = None) -> splash.SplashAttentionKernel:
+    """The kernel for all sequences of a layout. Its schedule is cached."""
+    del runtime
     plan = schedules(layout, config)
     return assemble(config, *(_with_partial_blocks(*part) for part in plan), plan)
 
 
 @functools.lru_cache(maxsize=64)
 def schedules(layout: Layout, config: splash.SplashConfig) -> Plan:
-    """The forward and backward schedule, each with whether only its blocks are visited or the whole grid."""
+    """The forward and the backward schedule."""
     forward = block_schedule.build(layout, config.block_q, config.block_kv, transposed=False)
     backward = block_schedule.build(layout, config.block_q_dkv, config.block_kv_dkv, transposed=True)
     backward = block_schedule.with_empty_rows(backward, layout.kv_len // config.block_kv_dkv)
@@ -38,11 +37,12 @@ def schedules(layout: Layout, config: splash.SplashConfig) -> Plan:
 
 
 def mask_info(schedule: BlockSchedule, dynamic_grid: bool) -> splash.Info:
-    """tokamax's form of a schedule, its partial blocks left out; NumPy arrays of the smallest integers that fit.
+    """tokamax's form of a schedule, without the partial blocks, in NumPy arrays of the smallest integers that fit.
 
     Args:
-      schedule: what to visit.
-      dynamic_grid: whether the kernel visits the schedule's blocks only, or all, the empty ones doing nothing.
+      schedule: the blocks to visit.
+      dynamic_grid: whether the kernel's grid has only the blocks of the schedule. Otherwise it has all blocks, and the
+        kernel skips the computation of empty ones.
     """
     kinds, partial = schedule.kinds, schedule.partial
     if not dynamic_grid:
@@ -70,7 +70,15 @@ def assemble(
     plan: Plan,
     mask_function: Callable | None = None,
 ) -> splash.SplashAttentionKernel:
-    """A shared-key kernel over two `MaskInfo`s of the schedules in `plan`, as tokamax's own factory would call it."""
+    """A multi-query kernel with the arguments that tokamax's own factories pass.
+
+    Args:
+      config: of the kernel.
+      forward_info: the forward schedule.
+      backward_info: the backward schedule.
+      plan: both schedules, for the compiler's cost estimate.
+      mask_function: computes partial blocks inside the kernel from the indices of rows and columns.
+    """
     forward, backward = (_fraction(schedule) for schedule, _ in plan)
     return splash.SplashAttentionKernel(
         forward_info,
@@ -86,7 +94,7 @@ def assemble(
 
 
 def _fraction(schedule: BlockSchedule) -> float:
-    """Of all blocks, those that are not empty; the compiler's cost estimate is scaled by it."""
+    """The fraction of blocks that are not empty. The compiler's cost estimate is scaled by it."""
     layout = schedule.layout
     blocks = (layout.q_len // schedule.block_q) * (layout.kv_len // schedule.block_kv)
     return float(np.count_nonzero(schedule.kinds) / blocks)
@@ -94,8 +102,8 @@ def _fraction(schedule: BlockSchedule) -> float:
 
 def partial_blocks(
     schedule: BlockSchedule, attended: Bool[Array, "q_len compressed_len"] | None = None
-) -> Int8[Array, "unique rows cols"]:
-    """The schedule's partial blocks, made inside the program; the barrier keeps the compiler from folding them."""
+) -> Int8[Array, "unique block_rows block_cols"]:
+    """The distinct partial blocks, computed by the program; the barrier prevents constant folding."""
     return schedule.partial_blocks(lambda offsets: jax.lax.optimization_barrier(jnp.asarray(offsets)), attended)
 
 
@@ -104,14 +112,15 @@ def _with_partial_blocks(schedule: BlockSchedule, dynamic_grid: bool) -> splash.
     return info._replace(partial_mask_blocks=partial_blocks(schedule))
 
 
-def _next_partial(partial: np.ndarray) -> np.ndarray:
-    """For every block the partial one to be fetched: its own, or the next one's; after the last the first one's."""
+def _next_partial(partial: Int32[np.ndarray, " blocks"]) -> Int32[np.ndarray, " blocks"]:
+    """The partial block to prefetch at each block: its own or the next one; after the last one the first."""
     at = np.flatnonzero(partial >= 0)
     following = np.searchsorted(at, np.arange(len(partial)))
     return partial[at[np.where(following == len(at), 0, following)]]
 
 
-def _smallest(array: np.ndarray) -> np.ndarray:
+def _smallest(array: Int32[np.ndarray, " blocks"]) -> Int[np.ndarray, " blocks"]:
+    """The array in the smallest integers that fit."""
     for dtype in (np.int8, np.int16):
         if array.max() <= np.iinfo(dtype).max:
             return array.astype(dtype)

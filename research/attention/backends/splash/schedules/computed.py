@@ -1,6 +1,6 @@
-"""`computed`: partial blocks are masked inside the kernel from their indices; no mask exists in memory.
+"""`computed`: the kernel computes the mask of partial blocks from their indices. No mask is stored in memory.
 
-Serves sliding and HCA attention. The list of blocks is that of `closed_form`.
+For sliding and HCA attention. The blocks are those of `closed_form`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from research.attention.backends.splash.schedules import closed_form
 
 @dataclasses.dataclass(frozen=True)
 class _Sees:
-    """`layout.sees` with equality and hash: the kernel is compiled once per mask function."""
+    """`layout.sees` with equality and hash: tokamax compiles a kernel per mask function."""
 
     layout: Layout
 
@@ -25,9 +25,9 @@ class _Sees:
         return self.layout.sees(rows, cols)
 
 
-def kernel(layout: Layout, config: splash.SplashConfig, given: None = None) -> splash.SplashAttentionKernel:
-    """A kernel for every sequence of that layout; its schedule is built once."""
-    del given
+def kernel(layout: Layout, config: splash.SplashConfig, runtime: None = None) -> splash.SplashAttentionKernel:
+    """The kernel for all sequences of a layout. Its schedule is cached."""
+    del runtime
     rows = np.arange(layout.q_len, dtype=np.int32)
     plan = closed_form.schedules(layout, config)
     infos = [closed_form.mask_info(*part)._replace(mask_next=None, q_sequence=rows) for part in plan]

@@ -1,6 +1,6 @@
-"""`dynamic`: the kernel follows a boolean [q_len, kv_len] that exists at run time (seeds 000 and 003).
+"""`dynamic`: the kernel's schedule is computed at run time from a mask (seeds 000 and 003).
 
-Serves any visibility. Costs the mask's bytes in HBM, one int32 per block in SMEM, and a sort of all blocks.
+For any visibility. Costs the mask's bytes in HBM, an int32 per block in SMEM, and a sort of all blocks.
 """
 
 from jaxtyping import Array, Bool
@@ -10,8 +10,8 @@ from research.attention.backends.splash.layout import Layout
 
 
 def kernel(
-    layout: Layout, config: splash.SplashConfig, given: Bool[Array, "q_len kv_len"]
+    layout: Layout, config: splash.SplashConfig, runtime: Bool[Array, "q_len kv_len"]
 ) -> splash.SplashAttentionKernel:
-    """A kernel over one sequence's mask. Never `vmap` it: compiling takes ten times as long."""
+    """The kernel for the mask of one sequence. Under `jax.vmap` it takes ten times as long to compile."""
     del layout
-    return splash.make_dynamic_splash_mqa(given, config=config)
+    return splash.make_dynamic_splash_mqa(runtime, config=config)
