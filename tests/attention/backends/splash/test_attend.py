@@ -8,6 +8,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from research.attention.attend import Attend, Documents, Sizes, Target
+from research.attention.backends.splash import attend as splash_attend
 from research.attention.backends.splash import kernel as splash
 from research.attention.backends.splash import schedules
 from research.attention.backends.splash.schedules import static
@@ -246,6 +247,20 @@ def test_static_schedule_is_evaluated_once_for_many_layers(monkeypatch):
     once = layers(1)
     assert once > 0
     assert layers(3) == once
+
+
+@pytest.mark.parametrize("schedule", [name for name, schedule in schedules.TABLE.items() if schedule.host])
+def test_the_hosts_part_is_computed_once_before_tracing_or_in_it(schedule):
+    visibility = HCA if schedule in schedules.expressing("hca") else CompressedSparse(100, 4, 24)
+    attend = op(Kernel(schedule, schedule), visibility)
+    arguments, _ = lib.inputs(visibility, 256)
+    host = schedules.TABLE[schedule].host
+    host.cache_clear()
+    sizes = lib.sizes(256, "float32", packed=True)
+    splash_attend.build_host(attend, sizes, attend.effective(sizes))
+    for _ in range(2):
+        jax.eval_shape(lambda: lib.call(attend, arguments))
+    assert host.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(("schedule", "has_it"), [("dynamic", True), ("hybrid", False)])

@@ -41,7 +41,7 @@ class Schedule:
 TABLE = {
     "captured": Schedule(captured.kernel, ring_only=True),
     "dynamic": Schedule(dynamic.kernel, selects=None, runtime_mask=True, ring_only=True),
-    "static": Schedule(static.kernel, host=static.kernel),
+    "static": Schedule(static.kernel, host=static.host),
     "closed_form": Schedule(closed_form.kernel, bands=True, host=closed_form.schedules),
     "computed": Schedule(computed.kernel, bands=True, host=closed_form.schedules),
     "hybrid": Schedule(hybrid.kernel, selects=True, bands=True, host=closed_form.schedules),

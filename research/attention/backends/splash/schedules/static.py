@@ -37,9 +37,14 @@ class LayoutMask(splash.Mask):
         return hash((LayoutMask, self._layout))
 
 
-@functools.lru_cache(maxsize=32)
 def kernel(layout: Layout, config: splash.SplashConfig, runtime: None = None) -> splash.SplashAttentionKernel:
-    """The kernel for all sequences of a layout, cached."""
+    """The kernel for all sequences of a layout."""
     del runtime
+    return host(layout, config)
+
+
+@functools.lru_cache(maxsize=32)
+def host(layout: Layout, config: splash.SplashConfig) -> splash.SplashAttentionKernel:
+    """The same, cached: the schedule is built once, be it before tracing or while it goes on."""
     with jax.ensure_compile_time_eval():  # the cached arrays must outlive the first trace
         return splash.make_splash_mqa_single_device(LayoutMask(layout), config=config)
