@@ -36,7 +36,7 @@ test-aot: $(VENV)/.installed-tpu ## compile a few programs for TPUs that are not
 	$(BIN)/python -m pytest tests/measure/test_aot.py
 
 parity: $(VENV)/.installed-parity ## compare with the reference model in PyTorch
-	$(BIN)/python -m pytest tests/parity -m 'parity or not slow'
+	$(BIN)/python -m pytest tests/parity -m 'parity or slow or not slow'
 
 peers: $(VENV)/.installed-parity ## time our attention layer beside Hugging Face's, on the CPU
 	$(BIN)/python launch/peers.py

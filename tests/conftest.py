@@ -1,10 +1,13 @@
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+import types
 
 import jax
 import pytest
+from jax._src import callback
 from jaxtyping import config, install_import_hook
 
 # Annotated shapes and dtypes are checked wherever a test calls what has them; of runs, nothing is.
@@ -13,6 +16,15 @@ install_import_hook(["research.attention", "research.model"], "typeguard.typeche
 from research import devices  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(50_000)  # tracing makes many objects and little garbage: a sixth of the time went into looking for it
+# Most programs here are small and run once: to optimize them takes longer than it saves. XLA_FLAGS="" compiles them as
+# users do. Newer versions always emit fusions by way of MLIR, which takes half of what is left.
+if "XLA_FLAGS" not in os.environ:
+    emitters = ["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
+    os.environ["XLA_FLAGS"] = " ".join(["--xla_backend_optimization_level=0", *emitters])
+# An interpreted kernel calls Python thousands of times, and JAX puts all arguments on a device first, which takes four
+# fifths of its time. The interpreter copies what it keeps: NumPy's arrays serve it as well.
+callback.api = types.SimpleNamespace(**{**vars(callback.api), "device_put": lambda arrays, device: arrays})
 
 
 def _share_programs():
@@ -25,7 +37,7 @@ def _share_programs():
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     settings = {
         "jax_compilation_cache_dir": os.environ["TESTS_PROGRAMS"],
-        "jax_persistent_cache_min_compile_time_secs": 0.2,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     for name, value in settings.items():

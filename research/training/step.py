@@ -52,8 +52,8 @@ def init(
 
 
 def documents(batch: dict) -> Documents:
-    """Of a batch's tokens."""
-    return Documents(batch["positions"], batch["segments"])
+    """The documents of a batch, whose arrays may be NumPy's."""
+    return Documents(jnp.asarray(batch["positions"]), jnp.asarray(batch["segments"]))
 
 
 def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
@@ -64,13 +64,13 @@ def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, M
       indexer_...: what the model says of its indexers, over the layers and tokens that they have a part in; see
         `research.attention.indexer.loss`.
     """
-    logits, indexer_means = model.apply(params, None, batch["inputs"], documents(batch))
+    logits, indexer_means = model.apply(params, None, jnp.asarray(batch["inputs"]), documents(batch))
     return _losses(logits, indexer_means, batch)
 
 
 def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
     """What validation asks for: as `losses`, and a recall task's accuracy."""
-    logits, indexer_means = model.apply(params, None, batch["inputs"], documents(batch))
+    logits, indexer_means = model.apply(params, None, jnp.asarray(batch["inputs"]), documents(batch))
     means = _losses(logits, indexer_means, batch)
     if "distances" in batch:
         means |= accuracy.by_distance(logits, batch["targets"], batch["distances"])

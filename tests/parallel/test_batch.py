@@ -57,7 +57,7 @@ def start(folder, *flags, **environment):
 
 
 def devices(number):
-    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={number}"}
+    return {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={number}"}
 
 
 def free_port():

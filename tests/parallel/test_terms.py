@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from tests.parallel.test_batch import devices
+
 ON_FOUR_DEVICES = """
 import functools
 import haiku as hk
@@ -125,9 +127,6 @@ assert slope.sharding.is_fully_replicated
 
 
 def test_each_term_is_divided_once_by_its_own_count():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | devices(4)
     done = subprocess.run([sys.executable, "-c", ON_FOUR_DEVICES], env=environment, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -22,7 +22,13 @@ def stored(kind: str, label: str | int) -> cases.Arrays:
     return {name.removeprefix(prefix): array for name, array in fixture(kind).items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize(("kind", "seq_len", "rope"), cases.CASES, ids=cases.case_id)
+def marked(case):
+    """The longest takes seconds, and differs from the others in its positions alone: by default HCA stands for CSA."""
+    kind, seq_len, _ = case
+    return pytest.param(*case, marks=pytest.mark.slow if (kind, seq_len) == ("csa", cases.LONG) else ())
+
+
+@pytest.mark.parametrize(("kind", "seq_len", "rope"), map(marked, cases.CASES), ids=cases.case_id)
 def test_outputs_and_gradients(kind, seq_len, rope):
     x, cotangent = (fixture("inputs")[name][:, :seq_len] for name in ("x", "cotangent"))
     ours = cases.run(kind, rope, stored(kind, "weight"), x, cotangent)
@@ -36,7 +42,7 @@ def test_weights_cover_every_parameter(kind):
     assert {name: array.shape for name, array in stored(kind, "weight").items()} == ours
 
 
-@pytest.mark.parametrize("kind", ["hca", "csa"])
+@pytest.mark.parametrize("kind", ["hca", pytest.param("csa", marks=pytest.mark.slow)])
 def test_the_long_case_tells_yarn_from_plain_rope(kind):
     """Else the case would prove nothing: without YaRN the last rows must miss the tolerance by far."""
     apply = jax.jit(cases.layer(kind, cases.ROPE).apply)

@@ -18,22 +18,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 LONG = ("train.steps=100000", "train.checkpoint_every=0", "train.eval_every=0")
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Compiles each program once for this file."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    return inherited | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(ROOT),
-        "NETRC": "/no/such/file",
-    }
-
-
 @pytest.fixture
-def start(tmp_path, environment):
+def start(tmp_path):
     """Starts a run named `run`; ends what a failing test leaves."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NETRC": "/no/such/file"}
     started = []
 
     def start(*overrides):
