@@ -4,19 +4,24 @@ VENV ?= .venv
 RUNS ?= runs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEVELOPING := $(VENV)/.installed-notebooks $(VENV)/.installed-dev $(VENV)/.installed-schema
 
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(INSTALLED) ## make the virtual environment (PYTHON=python3.13 VENV=.venv-313 for another interpreter)
+setup: $(INSTALLED) $(DEVELOPING) ## make the virtual environment (PYTHON=python3.13 VENV=.venv-313 for another interpreter)
 
 # Made anew when the requirements change, so that nothing removed from them lingers.
-$(INSTALLED): requirements.txt requirements-schema.txt pyproject.toml
+$(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-schema.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+# Its own requirements are not needed.
+$(VENV)/.installed-schema: requirements-schema.txt $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 $(VENV)/.installed-%: requirements-%.txt $(INSTALLED)
@@ -26,32 +31,32 @@ $(VENV)/.installed-%: requirements-%.txt $(INSTALLED)
 demo: $(INSTALLED) ## train on real text under every mask strategy; ends with a table and a plot
 	$(BIN)/python launch/sweep.py --config=experiments/mask_strategies.py:demo
 
-test: $(INSTALLED) ## the default tests
+test: $(DEVELOPING) ## the default tests
 	$(BIN)/python -m pytest
 
-test-slow: $(INSTALLED) ## the tests that the default leaves out
+test-slow: $(DEVELOPING) ## the tests that the default leaves out
 	$(BIN)/python -m pytest -m slow
 
-test-aot: $(VENV)/.installed-tpu ## compile a few programs for TPUs that are not there
+test-aot: $(DEVELOPING) $(VENV)/.installed-tpu ## compile a few programs for TPUs that are not there
 	$(BIN)/python -m pytest tests/measure/test_aot.py
 
-parity: $(VENV)/.installed-parity ## compare with the reference model in PyTorch
+parity: $(DEVELOPING) $(VENV)/.installed-parity ## compare with the reference model in PyTorch
 	$(BIN)/python -m pytest tests/parity -m 'parity or slow or not slow'
 
 peers: $(VENV)/.installed-parity ## time our attention layer beside Hugging Face's, on the CPU
-	$(BIN)/python launch/peers.py
+	$(BIN)/python launch/peers.py --lengths=1024,4096,8192
 
 aot: $(VENV)/.installed-tpu ## compile a small sweep for a TPU that is not there
-	$(BIN)/python launch/aot.py --config=experiments/seed_claims.py:quick
+	$(BIN)/python launch/aot.py --config=experiments/seed_claims.py:demo
 
-notebooks: $(INSTALLED) ## run the notebooks, from their text files
+notebooks: $(VENV)/.installed-notebooks ## run the notebooks, from their text files
 	$(BIN)/jupytext --quiet --to ipynb analysis/notebooks/*.py
 	$(BIN)/jupyter-execute --inplace analysis/notebooks/*.ipynb
 
 report: $(INSTALLED) ## turn a folder of runs into one page, RUNS/report.html (RUNS=runs)
 	$(BIN)/python launch/report.py --runs=$(RUNS)
 
-lint: $(INSTALLED) ## ruff: check and format
+lint: $(VENV)/.installed-dev ## ruff: check and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 

@@ -1,4 +1,4 @@
-"""Accuracy against distance: `python analysis/recall.py runs/recall-runlocal/results.jsonl`."""
+"""Accuracy against distance: `python analysis/recall.py runs/recall-demo/results.jsonl`."""
 
 import io
 import pathlib

@@ -14,18 +14,18 @@ from research.attention.backends import blockwise
 from research.settings.config import base_config
 from research.sweeps import cross, experiment
 
-ARGS = ("", "quick")
+ARGS = ("", "demo")
 HEADLINE = ("seconds", "temp_bytes")
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """'' reaches 131,072 tokens and takes a quarter of an hour on two cores, 'quick' stops at 4,096."""
+    """'' reaches 131,072 tokens and takes a quarter of an hour on two cores, 'demo' stops at 4,096."""
     experiment.check_arg(arg, ARGS)
     config = base_config()
     config.attention.heads = 8
     config.attention.top_k = 512
     config.data.batch_size = 1
-    config.data.seq_len = 1024 if arg == "quick" else 8192
+    config.data.seq_len = 1024 if arg == "demo" else 8192
     config.bench.repeats = 3
     return config
 
@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def sweep(arg: str = "") -> list[experiment.Overrides]:
     """Both backends for each kind, and for CSA both schedules; HCA's growth and blocks; then the cross, small."""
     experiment.check_arg(arg, ARGS)
-    lengths = (1024, 2048, 4096) if arg == "quick" else (8192, 16384, 32768, 65536, 131072)
+    lengths = (1024, 2048, 4096) if arg == "demo" else (8192, 16384, 32768, 65536, 131072)
     points = [
         {"model.layers": (kind,), "attention.backend": backend, "data.seq_len": lengths[0]}
         for kind in ("hca", "csa", "sliding")

@@ -8,7 +8,7 @@ the losses, and the recall of the indexer's choice against the entries that the 
 warm-up to a recall above that of an untrained indexer and of a random choice.
 
 The points after the first three run for a few steps of the dense stage only: what attending to everything costs under
-a schedule that a selection rules out (`static`), beside one that it does not (`dynamic`). `:quick` has fewer steps.
+a schedule that a selection rules out (`static`), beside one that it does not (`dynamic`). `:demo` has fewer steps.
 
 On 2 cores of an x86-64 machine without accelerator, Python 3.11, 2026-11-29: 4.3 minutes of processor time, of them 1.3
 for the stages. Recall 0.16 before the warm-up, 0.90 after it, 0.84 at the end, where a random choice has 0.18; it is at
@@ -28,7 +28,7 @@ from research.settings.config import base_config
 from research.sweeps import cross, experiment
 from research.training.run import FINISHED
 
-ARGS = ("", "quick")
+ARGS = ("", "demo")
 HEADLINE = ("val_bits_per_byte", "step_seconds", "temp_bytes")
 
 
@@ -36,7 +36,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """Sized for two CPU cores."""
     experiment.check_arg(arg, ARGS)
     config = base_config()
-    quick = arg == "quick"
+    demo = arg == "demo"
     config.model.layers = ("sliding", "csa")
     config.model.hidden = 64
     config.model.ffn_width = 128
@@ -46,9 +46,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.attention.top_k = 8
     config.attention.index_head_width = 16
     config.data.batch_size = 2
-    config.train.steps = 30 if quick else 400
-    config.train.eval_every = 10 if quick else 40
-    config.train.eval_batches = 2 if quick else 8
+    config.train.steps = 30 if demo else 400
+    config.train.eval_every = 10 if demo else 40
+    config.train.eval_batches = 2 if demo else 8
     config.optimizer.warmup_steps = 3
     return config
 

@@ -1,7 +1,7 @@
 """Which kinds of attention find what was said far beyond the window?
 
-    python launch/sweep.py --config=experiments/recall.py:runlocal
-    python analysis/recall.py runs/recall-runlocal/results.jsonl
+    python launch/sweep.py --config=experiments/recall.py:demo
+    python analysis/recall.py runs/recall-demo/results.jsonl
 
 Small models answer what was said before, at a distance that is known (`research.data.recall`). A needle, one pair of
 key and value in noise, asks how far a model reaches: sliding layers carry nothing further than their number times
@@ -9,7 +9,7 @@ key and value in noise, asks how far a model reaches: sliding layers carry nothi
 whose keys are asked for, also asks which value belongs to which key. Full attention is a sliding window as long as the
 row. CSA attends to 4 of up to 16 entries, those that its indexer picks, and once more to all of them.
 
-`:runlocal`, on 2 cores of an x86 machine, Python 3.11, 2026-11-30, 16 minutes with `--parallel=2`, shares of right
+`:demo`, on 2 cores of an x86 machine, Python 3.11, 2026-11-30, 16 minutes with `--parallel=2`, shares of right
 answers at distances 4 to 7, 8 to 15, 16 to 31, 32 to 61. Needle: sliding 0.98, 0.81, 0.07, 0.08; HCA, CSA, the three
 interleaved and full attention 1.00 throughout. Recall after 1,000 steps: sliding 0.06, 0.05, 0.06, 0.06; HCA 0.75,
 0.66, 0.63, 0.53; CSA 0.30, 0.29, 0.27, 0.24, with all entries 0.91, 0.90, 0.90, 0.85; full attention 0.47, 0.47, 0.31,
@@ -30,7 +30,7 @@ from research.settings.config import base_config
 from research.sweeps import cross, experiment
 from research.training import accuracy
 
-ARGS = ("", "runlocal")
+ARGS = ("", "demo")
 HEADLINE = ("val_accuracy", "val_loss", "step_seconds")
 
 _PATTERNS = (("sliding", "sliding"), ("hca", "hca"), ("csa", "csa"), ("sliding", "csa", "hca"))
@@ -40,7 +40,7 @@ _TOLERANCE = 0.05  # over chance, of a share of some hundred answers
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """'' is sized for an accelerator with 16 GiB and up, 'runlocal' for two CPU cores."""
+    """'' is sized for an accelerator with 16 GiB and up, 'demo' for two CPU cores."""
     experiment.check_arg(arg, ARGS)
     config = base_config()
     config.data.task = "needle"
@@ -49,7 +49,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.optimizer.learning_rate = 1e-3
     config.train.eval_batches = 32
     config.train.log_every = 50
-    if arg == "runlocal":
+    if arg == "demo":
         config.model.hidden = 64
         config.model.ffn_width = 128
         config.attention.window = 8
@@ -85,7 +85,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def sweep(arg: str = "") -> list[experiment.Overrides]:
     """Every pattern on both tasks, full attention among them, under the default backend; then the cross, briefly."""
     experiment.check_arg(arg, ARGS)
-    local = arg == "runlocal"
+    local = arg == "demo"
     seq_len = get_config(arg).data.seq_len
     full = {"model.layers": ("sliding", "sliding"), "attention.window": seq_len}
     every_entry = {"model.layers": ("csa", "csa"), "attention.top_k": seq_len // 4}

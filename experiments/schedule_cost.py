@@ -5,7 +5,7 @@
 HCA's forward and backward schedules at 16,384 to 131,072 tokens, blocks of 512 and 1,024, evaluated block by block by
 tokamax (`static`) and from interval arithmetic (`closed_form`); a runtime mask (`dynamic`) at the shortest, where it is
 the program that builds it; and a million tokens in closed form. About two minutes on two cores; the last lines are the
-ratios. `:quick` stops at 4,096 tokens.
+ratios. `:demo` stops at 4,096 tokens.
 """
 
 import ml_collections
@@ -13,7 +13,7 @@ import ml_collections
 from research.settings.config import base_config
 from research.sweeps import cross, experiment
 
-ARGS = ("", "quick")
+ARGS = ("", "demo")
 HEADLINE = ("compile_seconds", "temp_bytes")
 
 
@@ -23,7 +23,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config = base_config()
     config.model.layers = ("hca",)
     config.attention.backend = "splash"
-    config.data.seq_len = 2048 if arg == "quick" else 16384
+    config.data.seq_len = 2048 if arg == "demo" else 16384
     config.data.batch_size = 1
     return config
 
@@ -31,9 +31,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def sweep(arg: str = "") -> list[experiment.Overrides]:
     """Both schedules at each length, the closed form at a longer one; then the cross, where it is short."""
     experiment.check_arg(arg, ARGS)
-    quick = arg == "quick"
-    lengths, blocks = ((2048, 4096), (128, 256)) if quick else ((16384, 65536, 131072), (512, 1024))
-    longest = 8192 if quick else 1_048_576
+    demo = arg == "demo"
+    lengths, blocks = ((2048, 4096), (128, 256)) if demo else ((16384, 65536, 131072), (512, 1024))
+    longest = 8192 if demo else 1_048_576
 
     def at(lengths: tuple[int, ...], *names: str, steps: int) -> list[experiment.Overrides]:
         cases = [{"data.seq_len": seq_len} for seq_len in lengths]

@@ -1,7 +1,7 @@
 """What do the seeds' claims come to, by the TPU's own compiler, and how far can they be beaten?
 
     python launch/aot.py --config=experiments/seed_claims.py            # an hour on two cores, resumable
-    python launch/aot.py --config=experiments/seed_claims.py:quick      # small sizes, a few minutes
+    python launch/aot.py --config=experiments/seed_claims.py:demo      # small sizes, a few minutes
 
 DeepSeek-V4-Flash's attention (64 heads of 512, bfloat16, window 128), compiled ahead of time for a v5p: HCA under every
 schedule from 4,096 tokens to 131,072, CSA, sliding dense against splash, what groups of heads save, and whole layers,
@@ -20,7 +20,7 @@ from analysis.claims import Claim, Value
 from research.settings.config import base_config
 from research.sweeps import cross, experiment
 
-ARGS = ("", "quick")
+ARGS = ("", "demo")
 HEADLINE = ("compile_seconds", "temp_bytes")
 GROUP = 8  # heads of a call: those of one group of the output projection
 
@@ -38,7 +38,7 @@ _PEER = {
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """'' has the sizes of DeepSeek-V4-Flash, 'quick' an eighth of the heads, a quarter as wide."""
+    """'' has the sizes of DeepSeek-V4-Flash, 'demo' an eighth of the heads, a quarter as wide."""
     experiment.check_arg(arg, ARGS)
     config = base_config()
     config.model.layers = ("hca",)
@@ -48,7 +48,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.attention.rope_width = 64
     config.data.seq_len = 2048
     config.data.batch_size = 1
-    if arg == "quick":
+    if arg == "demo":
         config.attention.heads = GROUP
         config.attention.head_width = config.attention.index_head_width = 128
         return config
@@ -68,9 +68,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def sweep(arg: str = "") -> list[experiment.Overrides]:
     """HCA's cross, each part of it where a claim is about it; then what is to be beaten, then layers."""
     experiment.check_arg(arg, ARGS)
-    quick = arg == "quick"
-    lengths = (2048, 4096) if quick else (4096, 8192, 16384, 32768, 65536, 131072)
-    long, middle = lengths[-2:], lengths[-4 if not quick else 0]
+    demo = arg == "demo"
+    lengths = (2048, 4096) if demo else (4096, 8192, 16384, 32768, 65536, 131072)
+    long, middle = lengths[-2:], lengths[-4 if not demo else 0]
 
     def hca(seq_len: int, schedule: str, **others: Any) -> experiment.Overrides:
         strategy = {"attention.schedule": schedule, "attention.dq_reduction_steps": 3}
@@ -86,7 +86,7 @@ def sweep(arg: str = "") -> list[experiment.Overrides]:
     points += [hca(s, "closed_form", **{"attention.heads_per_call": n}) for s in long for n in (GROUP, 1)]
     points += [_point("csa", s, **{"attention.csa_schedule": name}) for s in lengths for name in ("dynamic", "hybrid")]
     points += [_point("sliding", middle, **{"attention.backend": b}) for b in _BACKENDS]
-    if quick:
+    if demo:
         return [*points, hca(lengths[0], "captured")]
     points += [hca(262144, "closed_form", **{"attention.heads_per_call": n}) for n in (GROUP, 1)]
     layer = {"aot.what": ("layer",)}

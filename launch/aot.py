@@ -10,19 +10,23 @@ and writes the one with the lowest roofline, then the least memory, as a preset:
 Without it, overrides narrow the sweep or apply to all of its points, by the rule in `research/sweeps/experiment.py`.
 """
 
-import jax
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import rich.console
 import rich.table
 from absl import flags as absl_flags
 
-from analysis import aot as pictures
-from analysis import frame
 from launch import flags, measuring
 from research.errors import ConfigError
-from research.measure import pipeline, search
-from research.settings.config import Settings, read
-from research.sweeps import experiment, sweep
+from research.settings.config import Settings
+from research.sweeps import experiment
 
+if TYPE_CHECKING:
+    from research.measure import pipeline
+
+flags.define_config()
 measuring.define_fresh()
 _SEARCH = absl_flags.DEFINE_string("search", "", "name of a preset: search settings for the config, and save the best")
 
@@ -40,36 +44,44 @@ _NUMBERS = (
 
 def main() -> int:
     """Compiles what the command line describes, and returns the exit code."""
+    import jax
+
+    from analysis import aot as pictures
+    from research.measure import aot, search
+    from research.sweeps import sweep
+
     jax.config.update("jax_platforms", "cpu")
-    settings, target = read(flags.config()), flags.target()
+    settings, target = flags.common_settings(), flags.target()
     console = measuring.console()
+    aot.check_topology(settings)
     planned = search.plan(settings) if _SEARCH.value else _plan(target)
-    try:
-        pipeline.key(planned[0].program)
-    except ModuleNotFoundError as error:
-        raise ConfigError("libtpu is not installed: pip install -r requirements-tpu.txt, or make aot") from error
 
     # A search has no points among which to choose.
     name = sweep.full_name(target, flags.overrides()) if _SEARCH.value else measuring.sweep_folder()
     folder = measuring.folder(settings.run.root, "aot", name)
-    rows = measuring.measure(planned, folder / measuring.RESULTS, {}, console)
-    console.print(_table(rows))
+    measured = measuring.measure(planned, folder / measuring.RESULTS, {}, console)
+    console.print(_table(measured.rows))
     console.print("roofline: a model of the chip's peak FLOP/s and bandwidth, not a measurement", style="italic")
-    if _SEARCH.value:
-        _conclude(console, settings, _SEARCH.value, rows)
-    measuring.conclude("aot", rows, folder, settings, console)
-    pictures.draw(rows, folder / "aot.png")
-    console.print(f"plot: {folder / 'aot.png'}", soft_wrap=True)
-    return measuring.code(rows)
+    if _SEARCH.value and not measured.left:
+        _conclude(console, settings, _SEARCH.value, measured.rows)
+    measuring.conclude("aot", measured, folder, settings, console)
+    if measured.rows:
+        pictures.draw(measured.rows, folder / "aot.png")
+        console.print(f"plot: {folder / 'aot.png'}", soft_wrap=True)
+    return measuring.end(measured, folder, console)
 
 
 def _plan(target: str) -> list[pipeline.Planned]:
     """Lists of blocks that do not fit the scalar memory are no error: the compiler is asked."""
+    from research.measure import pipeline
+
     return pipeline.plan("aot", target, flags.overrides(), "tpu", checks_memory=False)
 
 
 def _conclude(console: rich.console.Console, settings: Settings, name: str, rows: list[dict]) -> None:
     """Prints the Pareto front, and saves the best as a preset."""
+    from research.measure import search
+
     front = search.front(rows)
     if not front:
         raise ConfigError("no setting of the search compiles; the table says why")
@@ -80,6 +92,8 @@ def _conclude(console: rich.console.Console, settings: Settings, name: str, rows
 
 
 def _table(rows: list[dict]) -> rich.table.Table:
+    from analysis import frame
+
     table = measuring.table("program", "tokens", "phase", "setting", numbers=tuple(heading for heading, *_ in _NUMBERS))
     for column in (table.columns[3], table.columns[0]):
         column.no_wrap = False

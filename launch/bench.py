@@ -7,15 +7,11 @@ Overrides of fields that the sweep sets narrow it, `--config.data.seq_len=8192`;
 folder, `--config.bench.repeats=2`. The rule is in `research/sweeps/experiment.py`.
 """
 
-import jax
 import rich.table
 
 from launch import flags, measuring
-from research import exits
-from research.measure import pipeline
-from research.settings.config import read
-from research.sweeps import sweep
 
+flags.define_config()
 measuring.define_fresh()
 
 # Column, key, unit factor, format.
@@ -33,15 +29,20 @@ _PHASES = {"forward": "fwd", "backward": "bwd", "forward_backward": "fwd+bwd"}
 
 def main() -> int:
     """Runs what the command line describes, and returns the exit code."""
+    import jax
+
+    from research.measure import pipeline
+    from research.sweeps import sweep
+
     platform = sweep.detect_platform()
     jax.config.update("jax_platforms", "cpu")  # the accelerator is for the points
     planned = pipeline.plan("bench", flags.target(), flags.overrides(), platform)
-    console, settings = measuring.console(), read(flags.config())
+    console, settings = measuring.console(), flags.common_settings()
     folder = measuring.folder(settings.run.root, "bench", measuring.sweep_folder())
-    rows = measuring.measure(planned, folder / measuring.RESULTS, {"platform": platform}, console)
-    console.print(_table(rows))
-    measuring.conclude("bench", rows, folder, settings, console)
-    return exits.FINISHED if all(row["status"] == "ok" for row in rows) else exits.FAILED
+    measured = measuring.measure(planned, folder / measuring.RESULTS, {"platform": platform}, console)
+    console.print(_table(measured.rows))
+    measuring.conclude("bench", measured, folder, settings, console)
+    return measuring.end(measured, folder, console, all_ok=True)
 
 
 def _table(rows: list[dict]) -> rich.table.Table:

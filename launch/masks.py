@@ -8,22 +8,26 @@ Overrides narrow the sweep or apply to all of its points, by the rule in `resear
 A schedule whose lists do not fit the scalar memory of a TPU core is refused, with its count of blocks.
 """
 
+from __future__ import annotations
+
 import pathlib
+from typing import TYPE_CHECKING
 
 import rich.console
 import rich.table
 from absl import flags as absl_flags
 
-from analysis import blocks
 from launch import flags, measuring
 from research.attention.visibility import KINDS
 from research.errors import ConfigError, SettingError
-from research.measure import masks
-from research.measure.pipeline import Planned
 from research.settings import fields
-from research.settings.config import Settings, read
+from research.settings.config import Settings
 from research.sweeps import experiment
 
+if TYPE_CHECKING:
+    from research.measure.pipeline import Planned
+
+flags.define_config()
 measuring.define_fresh()
 measuring.define_root()
 _VISIBILITY = absl_flags.DEFINE_enum("visibility", "hca", list(KINDS), "kind of attention; without --config")
@@ -32,28 +36,32 @@ _SEQ_LEN = absl_flags.DEFINE_integer("seq_len", 65536, "tokens; without --config
 _BLOCK = absl_flags.DEFINE_integer("block", 512, "queries and keys per block; without --config", lower_bound=1)
 _STEPS = absl_flags.DEFINE_integer("dq_reduction_steps", 3, "0 or 3; without --config")
 _JSON = absl_flags.DEFINE_bool("json", False, "print JSON rows")
-_PLOT = absl_flags.DEFINE_string("plot", "", "a PNG file to draw the first schedule's blocks in")
+_PLOT = absl_flags.DEFINE_string("plot", "", "a file to draw the first schedule's blocks in: .png, .pdf, .svg")
 
 
 def main() -> int:
     """Measures what the command line describes, and returns the exit code."""
-    _check_flags()
+    from analysis import blocks, style
+
+    plot = pathlib.Path(_PLOT.value).expanduser() if _PLOT.value else None
+    if plot:
+        style.check_file("--plot", plot)
     console = measuring.console(of_rows=_JSON.value)
     if flags.given():
-        planned, settings, name = _sweep(console), read(flags.config()), measuring.sweep_folder()
+        planned, settings, name = _sweep(console), flags.common_settings(), measuring.sweep_folder()
     else:
         settings = _single()
         planned, name = _planned(settings, {}), "single"
     folder = measuring.folder(settings.run.root, "masks", name)
     each = measuring.print_row if _JSON.value else lambda row: None
-    rows = measuring.measure(planned, folder / measuring.RESULTS, {}, console, each)
+    measured = measuring.measure(planned, folder / measuring.RESULTS, {}, console, each)
     if not _JSON.value:
-        console.print(_table(rows))
-    measuring.conclude("masks", rows, folder, settings, console)
-    if _PLOT.value:
-        blocks.draw([planned[0].program], pathlib.Path(_PLOT.value))
-        console.print(f"plot: {_PLOT.value}")
-    return measuring.code(rows)
+        console.print(_table(measured.rows))
+    measuring.conclude("masks", measured, folder, settings, console)
+    if plot:
+        blocks.draw([planned[0].program], plot)
+        console.print(f"plot: {plot}", soft_wrap=True)
+    return measuring.end(measured, folder, console)
 
 
 def _check_flags() -> None:
@@ -72,6 +80,8 @@ def _single() -> Settings:
     Raises:
       ConfigError: a flag's value is impossible; names it.
     """
+    from research.measure import masks
+
     kind = _VISIBILITY.value
     schedule = "csa_schedule" if KINDS[kind].selects else "schedule"
     attention = {"backend": "splash", "top_k": 512, schedule: _SCHEDULE.value, "dq_reduction_steps": _STEPS.value}
@@ -95,22 +105,25 @@ def _single() -> Settings:
 
 def _sweep(console: rich.console.Console) -> list[Planned]:
     """The distinct schedules among the splash points of an experiment's sweep; says which cannot be compiled."""
-    module, arg = experiment.load(flags.target())
-    found = {}
-    for point in experiment.points(flags.target(), flags.overrides()):
-        config = module.get_config(arg)
-        fields.override(config, flags.overrides() | point.overrides)
+    from research.sweeps import sweep
+
+    target, common, found = flags.target(), flags.overrides(), {}
+    for point in experiment.points(target, common):
         try:
-            for planned in _planned(read(config), point.overrides):
+            _, settings = sweep.settings_at(target, common, point)
+            for planned in _planned(settings, point.overrides):
                 found.setdefault(planned.program, planned)
         except ConfigError as error:
             console.print(f"{point.label}: {error}", style="red", markup=False)
     if not found:
-        raise ConfigError(f"--config={flags.target()}: no point of its sweep can use the splash backend")
+        raise ConfigError(f"--config={target}: no point of its sweep can use the splash backend")
     return list(found.values())
 
 
 def _planned(settings: Settings, overrides: fields.Overrides) -> list[Planned]:
+    from research.measure import masks
+    from research.measure.pipeline import Planned
+
     return [Planned(program, overrides, masks.timeout(settings)) for program in masks.programs(settings)]
 
 
@@ -139,4 +152,4 @@ def _table(rows: list[dict]) -> rich.table.Table:
 
 
 if __name__ == "__main__":
-    flags.run(main, config_required=False)
+    flags.run(main, config_required=False, check=_check_flags)

@@ -5,33 +5,35 @@ batch 1, 8 heads of 64, float32, two threads. A JSON row a side, kept in `RUNS/p
 again by the same versions unless `--fresh`; then a table.
 """
 
-from absl import flags
+from absl import flags as absl_flags
 
-from launch import measuring
+from launch import flags, measuring
 from research.attention.visibility import KINDS
-from research.measure import peers
-from research.measure.pipeline import Planned
+from research.errors import ConfigError
 from research.settings.config import Settings
 
 measuring.define_fresh()
 measuring.define_root()
-_LENGTHS = measuring.define_lengths("1024", "4096", "8192")
-_KINDS = flags.DEFINE_list("kinds", list(KINDS), "kinds of attention")
-flags.register_validator("kinds", lambda names: set(names) <= set(KINDS), f"must be among {', '.join(KINDS)}")
+measuring.define_lengths("1024", "4096", "8192")
+_KINDS = absl_flags.DEFINE_list("kinds", list(KINDS), f"kinds of attention, among {', '.join(KINDS)}")
 
 
 def main() -> int:
     """Measures every kind at every length, and returns the exit code."""
+    from research.measure import peers
+    from research.measure.pipeline import Planned
+
+    peers.check()
     planned = []
     for kind in _KINDS.value:
-        for seq_len in map(int, _LENGTHS.value):
+        for seq_len in measuring.lengths():
             settings = Settings().replace(model={"layers": (kind,)}, data={"seq_len": seq_len})
             planned += [Planned(program, {}, peers.timeout(settings)) for program in peers.programs(settings, "")]
     folder, console = measuring.folder(measuring.root(), "peers", ""), measuring.console()
-    rows = measuring.measure(planned, folder / measuring.RESULTS, {}, console, measuring.print_row)
+    measured = measuring.measure(planned, folder / measuring.RESULTS, {}, console, measuring.print_row)
     table = measuring.table("kind", numbers=("tokens", "ours s", "peer s", "ratio", "ours peak MiB", "peer peak MiB"))
     table.add_column("status")
-    for ours, peer in zip(rows[::2], rows[1::2], strict=True):
+    for ours, peer in zip(measured.rows[::2], measured.rows[1::2], strict=False):
         seconds, sizes, ratio = [], [], ""
         for side in (ours, peer):
             seconds.append(f"{side['seconds']:.4f}" if "seconds" in side else "")
@@ -41,8 +43,15 @@ def main() -> int:
         status = "ok" if all(seconds) else f"{ours['status']}, {peer['status']}"
         table.add_row(ours["visibility"], f"{ours['seq_len']:,}", *seconds, ratio, *sizes, status)
     console.print(table)
-    return measuring.code(rows)
+    return measuring.end(measured, folder, console)
+
+
+def _check_flags() -> None:
+    """Raises ConfigError where a flag's value is not allowed."""
+    measuring.lengths()
+    if not _KINDS.value or not set(_KINDS.value) <= set(KINDS):
+        raise ConfigError(f"--kinds={','.join(_KINDS.value)}: must be among {', '.join(KINDS)}")
 
 
 if __name__ == "__main__":
-    measuring.run(main)
+    flags.run(main, check=_check_flags)

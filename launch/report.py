@@ -10,7 +10,6 @@ import pathlib
 
 from absl import flags as absl_flags
 
-from analysis import collect, report
 from launch import flags
 from research.runs import files
 
@@ -19,7 +18,9 @@ _RUNS = absl_flags.DEFINE_string("runs", "runs", "the folder of runs, or that of
 
 def main() -> int:
     """Writes the page, and returns the exit code."""
-    root = pathlib.Path(_RUNS.value)
+    from analysis import collect, report
+
+    root = pathlib.Path(_RUNS.value).expanduser()
     # A run's folder is its owner's alone.
     path = root.with_name(f"{root.name}.html") if collect.is_run(root) else root / "report.html"
     files.write_text(path, report.page(root))

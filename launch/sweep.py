@@ -12,25 +12,29 @@ jobs, with `--job=NAME=VALUE` for each of their settings: `--job=timeout_min=240
 writes a sweep file for agents, and `--create` registers it.
 """
 
+from __future__ import annotations
+
 import pathlib
 import sys
 import types
+from typing import TYPE_CHECKING
 
-import jax
 import rich.console
 import rich.progress
-import submitit
-import yaml
 from absl import flags as absl_flags
 
-from analysis import plot, table
 from launch import flags
 from research import errors, exits
 from research.errors import ConfigError
 from research.runs import files
-from research.sweeps import agents, experiment, slurm, sweep
-from research.training.run import FINISHED
+from research.sweeps import experiment
 
+if TYPE_CHECKING:
+    import submitit
+
+    from research.sweeps import sweep
+
+flags.define_config()
 _TO = absl_flags.DEFINE_enum("to", "here", ["here", "slurm", "wandb"], "where the points are run")
 _FRESH = absl_flags.DEFINE_bool("fresh", False, "run the finished points again, too")
 _PARALLEL = absl_flags.DEFINE_integer("parallel", 0, "points at a time; 0: one here, as many as Slurm will there", 0)
@@ -50,7 +54,12 @@ _USES = {
 
 def main() -> int:
     """Runs what the command line describes, and returns the exit code."""
-    _check_flags()
+    import jax
+
+    from analysis import plot, table
+    from research.sweeps import agents, slurm, sweep
+    from research.training.run import FINISHED
+
     target, common, fresh = flags.target(), flags.overrides(), _FRESH.value
     platform = _PLATFORM.value or sweep.detect_platform()
     if _TO.value == "here" and _PARALLEL.value > 1 and platform != "cpu":
@@ -92,6 +101,7 @@ def _with_earlier(rows: list[experiment.Row], results: pathlib.Path, target: str
 
 
 def _check_flags() -> None:
+    """Raises ConfigError where a flag has no effect with `--to`."""
     for name in set().union(*_USES.values()) - _USES[_TO.value]:
         if absl_flags.FLAGS[name].present:
             places = ", ".join(f"--to={place}" for place, names in _USES.items() if name in names)
@@ -100,6 +110,10 @@ def _check_flags() -> None:
 
 def _hand_over(description: dict, folder: pathlib.Path, console: rich.console.Console) -> int:
     """Writes the file of a wandb sweep, and says or does what comes next."""
+    import yaml
+
+    from research.sweeps import agents
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.yaml"
     files.write_text(path, yaml.safe_dump(description, sort_keys=False, width=2**16))
@@ -115,6 +129,8 @@ def _run(
     points: list[sweep.Point], jobs: submitit.AutoExecutor | None, console: rich.console.Console
 ) -> list[experiment.Row]:
     """Runs the points, as Slurm's jobs or here, showing the command of each and how far the sweep is."""
+    from research.sweeps import slurm, sweep
+
     columns = (
         rich.progress.MofNCompleteColumn(),
         rich.progress.BarColumn(),
@@ -151,4 +167,4 @@ def _check(module: types.ModuleType, rows: list[experiment.Row], console: rich.c
 
 
 if __name__ == "__main__":
-    flags.run(main)
+    flags.run(main, check=_check_flags)

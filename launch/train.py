@@ -14,39 +14,43 @@ Several processes, on one machine or several, train one model when all are given
 import datetime
 import os
 import pathlib
+import secrets
 from typing import Any
 
-import jax
 import rich.console
 from absl import flags as absl_flags
 
 from launch import flags
-from research.parallel import batch as parallel
-from research.runs.folder import SUMMARY
+from research import exits
 from research.settings import fields
-from research.settings.config import read
 from research.sweeps import experiment
-from research.training import dry_run, run
 
+flags.define_config()
 _DRY_RUN = absl_flags.DEFINE_bool("dry_run", False, "show what would be trained, and stop")
-
-absl_flags.DEFINE_string("point", "", "a point of the experiment's sweep, by its label")  # `flags.expand` reads it
+absl_flags.DEFINE_string("point", "", "a point of the experiment's sweep, by its label")  # `flags` reads it
 
 
 def main() -> int:
     """Runs what the command line describes, and returns the exit code."""
-    config, overrides = flags.config(), flags.overrides()
-    if not (config.run.id or _DRY_RUN.value or config.distributed.coordinator):
-        config.run.id = default_id(flags.target(), overrides)
-    settings = read(config)
+    import jax
+
+    from research import devices
+    from research.parallel import batch as parallel
+    from research.runs.folder import SUMMARY
+    from research.training import dry_run, run
+
+    settings, overrides = flags.settings(), flags.overrides()
     parallel.join(settings)
+    devices.require()
     console = rich.console.Console(quiet=jax.process_index() > 0)
     if _DRY_RUN.value:
         dry_run.dry_run(settings, console)
-        return 0
+        return exits.FINISHED
+    if not settings.run.id:
+        settings = settings.replace(run={"id": default_id(flags.target(), overrides)})
     summary = run.run(settings, overrides, console)
     console.print(f"{ending(summary)}: {settings.run.root}/{settings.run.id}/{SUMMARY}", soft_wrap=True)
-    return 0
+    return exits.FINISHED
 
 
 def ending(summary: dict[str, Any]) -> str:
@@ -57,16 +61,18 @@ def ending(summary: dict[str, Any]) -> str:
 
 
 def default_id(target: str, overrides: fields.Overrides) -> str:
-    """Date, experiment and overrides: `20260131-235959-mask_strategies-demo-block_q=256`.
+    """Date, digits by chance, experiment and overrides: `20260131-235959-3fa2c1-mask_strategies-demo-block_q=256`.
 
-    Under an agent of wandb its sweep and run stand for the date, so that a run it starts again finds its checkpoint.
+    The digits tell runs apart that start in one second. Under an agent of wandb its sweep and run stand for the date
+    and them, so that a run it starts again finds its checkpoint.
     """
     path, _, arg = target.partition(":")
-    sweep = os.environ.get("WANDB_SWEEP_ID")
-    start = f"{sweep}-{os.environ['WANDB_RUN_ID']}" if sweep else f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    start = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    if sweep := os.environ.get("WANDB_SWEEP_ID"):
+        start = f"{sweep}-{os.environ['WANDB_RUN_ID']}"
     parts = (start, pathlib.Path(path).stem, arg, experiment.label(overrides))
     return "-".join(part for part in parts if part)
 
 
 if __name__ == "__main__":
-    flags.run(main)
+    flags.run(main, check=flags.settings)

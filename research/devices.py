@@ -5,6 +5,8 @@ import importlib.util
 
 import jax
 
+from research.errors import ConfigError
+
 
 def ignore_absent_tpu() -> None:
     """Keeps jax from asking libtpu for devices where there is no TPU; programs call it before they ask for devices.
@@ -17,6 +19,23 @@ def ignore_absent_tpu() -> None:
         return
     if not jax.config.jax_platforms:
         jax.config.update("jax_platforms", ",".join((*_gpus(), "cpu")))
+
+
+def require() -> None:
+    """Asks for devices, of the platforms that JAX_PLATFORMS names or else of any that are there.
+
+    Raises:
+      ConfigError: a platform that was asked for is not there.
+    """
+    ignore_absent_tpu()
+    try:
+        jax.devices()
+    except Exception as error:  # RuntimeError, or of a platform without a plugin an AssertionError without a word
+        said = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"JAX_PLATFORMS={jax.config.jax_platforms}: must name platforms that are here, or be unset"
+            + (f" ({said})" if said else "")
+        ) from error
 
 
 def _gpus() -> list[str]:

@@ -36,6 +36,27 @@ def validate(settings: Settings, platform: str | None = None, *, checks_memory: 
     return spec
 
 
+def notes(spec: Spec) -> list[str]:
+    """Settings that are allowed, but have no effect with sequences of this length or beside the others; a line each."""
+    attention, seq_len, found = spec.settings.attention, spec.settings.data.seq_len, []
+
+    def note(name: str, words: str) -> None:
+        found.append(f"config.attention.{name}={getattr(attention, name)}: {words}")
+
+    if attention.window >= seq_len:
+        note("window", f"no effect on sequences of {seq_len} tokens, in which every token sees all before it")
+    for kind in spec.kinds:
+        visibility = spec.visibility(kind)
+        entries = visibility.num_entries(seq_len)
+        if visibility.compresses and not entries:
+            note(f"{kind}_ratio", f"sequences of {seq_len} tokens have no entry, so {kind} layers are sliding ones")
+        elif visibility.selects and spec.selects and entries <= attention.top_k:
+            note("top_k", f"no effect on sequences of {seq_len} tokens, which have {entries} entries")
+    if "csa" in spec.kinds and spec.selects and not spec.trains_indexer:
+        note("indexer_loss_weight", "the indexer selects and is not trained")
+    return found
+
+
 def check_precision() -> None:
     """Refuses JAX's 64-bit mode, under which the same config would make other numbers, with other rounding.
 

@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Which kinds of attention find what was said far beyond the window?
 #
-# `python launch/sweep.py --config=experiments/recall.py:runlocal` trains two-layer models with a window of 8 on two
+# `python launch/sweep.py --config=experiments/recall.py:demo` trains two-layer models with a window of 8 on two
 # tasks whose distances are known: a needle, one pair of key and value in noise, and recall, six pairs whose keys are
 # asked for. One seed each. Its results were put into one file by
 #
-#     python analysis/collect.py runs/recall-runlocal analysis/results/recall.jsonl
+#     python analysis/collect.py runs/recall-demo analysis/results/recall.jsonl
 
 # %%
 import pathlib

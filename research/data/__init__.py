@@ -44,6 +44,11 @@ class Data:
         """SHA-256 of the corpus, whatever the fraction held out and the packing."""
         return self.corpus.digest
 
+    @property
+    def epoch_tokens(self) -> int:
+        """Tokens of the training documents."""
+        return sum(len(document.text) for document in self.corpus.training)
+
     def train_iterator(self) -> grain.DatasetIterator[Batch]:
         """An endless iterator with `get_state()` and `set_state()`, reshuffled every epoch by the seed."""
         return iter(packing.batches(self.corpus.training, self.packing, self.seed, repeat=True))

@@ -69,6 +69,11 @@ class Recall:
         rows = _Rows(self, (_VALIDATION,))
         return hashlib.sha256(b"".join(rows[i][name].tobytes() for i in range(8) for name in rows[i])).hexdigest()
 
+    @property
+    def epoch_tokens(self) -> int:
+        """0: rows are made for ever, no two alike."""
+        return 0
+
     def train_iterator(self) -> grain.DatasetIterator[Batch]:
         """An endless iterator with `get_state()` and `set_state()`."""
         return iter(self._batches((_TRAINING, self.seed)))

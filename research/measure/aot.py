@@ -6,6 +6,10 @@ environment set by `ENVIRONMENT`: a crash or a hang loses that program only.
 
 import dataclasses
 import functools
+import importlib.util
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +26,7 @@ from research.attention.attend import Documents, Effective
 from research.attention.backends.splash import attend as splash
 from research.attention.layer.attention import Attention
 from research.attention.spec import Spec
+from research.errors import ConfigError
 from research.measure import roofline
 from research.measure.op import Op
 from research.measure.program import Program, attention_alone, keep, versions
@@ -67,6 +72,25 @@ def timeout(settings: Settings) -> float:
 def chip_of(topology: str) -> hardware.Chip:
     """The chip in the name of a topology."""
     return next(chip for chip in hardware.CHIPS.values() if chip.name == topology.partition(":")[0])
+
+
+def check_topology(settings: Settings) -> None:
+    """Asks libtpu for the chips of `aot.topology`, in a process with the variables of `ENVIRONMENT`.
+
+    Raises:
+      ConfigError: libtpu is not installed, or has no such mesh of that chip.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("libtpu is not installed: pip install -r requirements-tpu.txt, or make aot")
+    program = (
+        "from jax.experimental import topologies; import sys\n"
+        "topologies.get_topology_desc(platform='tpu', topology_name=sys.argv[1])"
+    )
+    command = (sys.executable, "-c", program, settings.aot.topology)
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1].partition(": ")[2]
+        raise settings.aot.error("topology", f"a mesh that its chip comes in ({said})")
 
 
 def identify(program: Program) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Our whole attention layer beside Hugging Face transformers' eager one: forward and backward, batch 1, float32."""
 
+import importlib.util
 import resource
 import statistics
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from research import errors
+from research.errors import ConfigError
 from research.measure.program import Program, keep, versions
 from research.settings.config import Settings
 
@@ -29,6 +31,15 @@ SIZES = {
 _HIDDEN = 256
 _REPEATS = 3
 _THREADS = 2
+
+
+def check() -> None:
+    """Raises ConfigError where the peer is not installed."""
+    lacking = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"{' and '.join(lacking)}: not installed: pip install -r requirements-parity.txt, or make peers"
+        )
 
 
 def programs(settings: Settings, platform: str) -> list[Program]:

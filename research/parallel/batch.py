@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -12,6 +13,7 @@ from research.metrics import Mean
 from research.settings.config import Settings
 
 AXIS = "batch"
+Counts = dict[str, jax.Array]  # int32 [] by the name of a term
 
 
 def join(settings: Settings) -> None:
@@ -34,15 +36,16 @@ def join(settings: Settings) -> None:
         raise ConfigError(f"config.distributed.coordinator={settings.distributed.coordinator!r}: {error}") from error
 
 
-def mesh(batch_size: int) -> Mesh:
+def mesh(settings: Settings) -> Mesh:
     """All devices of all processes in one row.
 
     Raises:
-      ConfigError: they cannot share the batch evenly.
+      ConfigError: they cannot share each micro-batch evenly.
     """
-    devices = jax.device_count()
-    if batch_size % devices:
-        raise SettingError("data.batch_size", batch_size, f"a multiple of the {devices} devices")
+    devices, parts = jax.device_count(), settings.train.accumulate
+    if settings.data.batch_size % (devices * parts):
+        words = f"a multiple of the {devices} devices" + (f" times train.accumulate={parts}" if parts > 1 else "")
+        raise settings.data.error("batch_size", words)
     return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -62,37 +65,60 @@ def distribute(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]
 
 
 def gradients(
-    terms: Callable[[Any, Any, Any], dict[str, Mean]], weights: dict[str, float], mesh: Mesh | None = None
+    terms: Callable[[Any, Any, Any], dict[str, Mean]],
+    weights: dict[str, float],
+    mesh: Mesh | None = None,
+    parts: int = 1,
 ) -> Callable[[Any, Any, Any], tuple[Any, dict[str, Mean]]]:
     """Turns the terms of a loss over some rows into the gradient of the loss over the whole batch.
 
-    The loss is the sum of `weight * total / count`, a term's total and count being those of all devices. So each term
-    is divided by what it counts itself, before the gradient is taken: tokens that have a target are not those that an
-    indexer learns from, and a mean that a device took of its own rows, weighted afterwards, would give one term the
-    other's share. Each device computes its own rows as if they were all, so any kernel will do, also one that XLA
-    cannot partition.
+    The loss is the sum of `weight * total / count`, a term's total and count being those of all devices and
+    micro-batches. So each term is divided by what it counts itself, before the gradient is taken: tokens that have a
+    target are not those that an indexer learns from, and a mean that a device or a micro-batch took of its own rows,
+    weighted afterwards, would give one term the other's share. Each device computes its own rows as if they were all,
+    so any kernel will do, also one that XLA cannot partition.
 
     Args:
       terms: `(trained, fixed, batch) -> {name: Mean}`, sums over the batch's rows; counts depend on the batch alone.
       weights: of the terms that are minimised, by name, as far as there are such; the others are summed up only.
       mesh: `mesh`, for batches that `distribute` made; None where there is one device.
+      parts: micro-batches that each device computes its rows in, one after the other; only one is in memory.
 
     Returns:
       `(trained, fixed, batch) -> (gradient, terms)`: the loss's gradient by `trained`, and the whole batch's terms.
     """
     summed = _summed if mesh is not None else lambda tree: tree
 
-    def row_gradients(trained: Any, fixed: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Mean]]:
-        def loss(trained: Any) -> tuple[jax.Array, tuple[dict, dict]]:
-            own = terms(trained, fixed, batch)
-            counts = summed({name: mean.count for name, mean in own.items()})
+    def part_gradients(trained: Any, fixed: Any, part: Any, counts: Counts | None) -> tuple[Any, tuple[dict, Counts]]:
+        """The gradient of the part's share, and its totals; counts, if not given, are those of this part."""
+
+        def loss(trained: Any) -> tuple[jax.Array, tuple[dict, Counts]]:
+            own = terms(trained, fixed, part)
+            of_all = summed({name: mean.count for name, mean in own.items()}) if counts is None else counts
             shares = [
-                weight * Mean(own[name].total, counts[name]).mean() for name, weight in weights.items() if name in own
+                weight * Mean(own[name].total, of_all[name]).mean() for name, weight in weights.items() if name in own
             ]
             # Not summed over the devices here: differentiated within shard_map, a sum's gradient is theirs times over.
-            return sum(shares), ({name: mean.total for name, mean in own.items()}, counts)
+            return sum(shares), ({name: mean.total for name, mean in own.items()}, of_all)
 
-        gradient, (totals, counts) = jax.grad(loss, has_aux=True)(trained)
+        return jax.grad(loss, has_aux=True)(trained)
+
+    def row_gradients(trained: Any, fixed: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Mean]]:
+        if parts == 1:
+            gradient, (totals, counts) = part_gradients(trained, fixed, batch, None)
+        else:
+            split = jax.tree.map(lambda rows: rows.reshape(parts, rows.shape[0] // parts, *rows.shape[1:]), batch)
+
+            def count(part: Any) -> Counts:  # of which the compiler leaves nothing but the counts
+                return {name: mean.count for name, mean in terms(trained, fixed, part).items()}
+
+            def add(sums: Any, part: Any) -> tuple[Any, None]:
+                gradient, (totals, _) = part_gradients(trained, fixed, part, counts)
+                return jax.tree.map(jnp.add, sums, (gradient, totals)), None
+
+            counts = summed({name: each.sum() for name, each in jax.lax.map(count, split).items()})
+            zeros = jax.tree.map(jnp.zeros_like, trained), dict.fromkeys(counts, jnp.zeros((), jnp.float32))
+            (gradient, totals), _ = jax.lax.scan(add, zeros, split)
         totals = summed(totals)
         return summed(gradient), {name: Mean(totals[name], counts[name]) for name in totals}
 

@@ -39,12 +39,14 @@ class Restored(NamedTuple):
     """What a checkpoint holds: updates done, the state after them, the data iterator's `get_state()`, and a digest.
 
     `row` is what `metrics.jsonl` is to say of the last update, empty where nothing; it is logged after the checkpoint.
+    `totals` are sums over all updates, empty in checkpoints of versions that had none.
     """
 
     step: int
     state: Any
     iterator: dict[str, Any]
     row: dict[str, Any]
+    totals: dict[str, float]
     digest: str
 
 
@@ -81,7 +83,7 @@ def read(folder: pathlib.Path, step: int, like: Any) -> Restored:
     if damaged := [name for name, array in record["arrays"].items() if array != found[name]]:
         raise DamagedError(f"{', '.join(damaged)} do not match their fingerprints")
     digest = hashlib.sha256(json.dumps(record["arrays"], sort_keys=True).encode()).hexdigest()
-    return Restored(step, state, record["iterator"], record.get("row", {}), digest)
+    return Restored(step, state, record["iterator"], record.get("row", {}), record.get("totals", {}), digest)
 
 
 def newest(folder: pathlib.Path, like: Any, warn: Callable[[str], None]) -> Restored | None:
@@ -148,7 +150,14 @@ class Writer:
         """Says what the validation of some steps was; a step is saved before it is validated."""
         self._val_losses.update(val_losses)
 
-    def save(self, step: int, state: Any, iterator: dict[str, Any], row: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        iterator: dict[str, Any],
+        row: dict[str, Any] | None = None,
+        totals: dict[str, float] | None = None,
+    ) -> None:
         """Starts to write a checkpoint, once the one before is on the disk; the state may be donated afterwards.
 
         Args:
@@ -156,11 +165,12 @@ class Writer:
           state: a tree of arrays.
           iterator: the data iterator's `get_state()`.
           row: what is still to be logged of this step.
+          totals: sums over all updates so far.
 
         Raises:
           OSError: this or the previous checkpoint cannot be written.
         """
-        record = {"iterator": iterator, "arrays": _describe(state), "row": row or {}}
+        record = {"iterator": iterator, "arrays": _describe(state), "row": row or {}, "totals": totals or {}}
         record["crc32"] = _crc32(record)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
         with errors.of_disk(self._folder):

@@ -14,6 +14,11 @@ from research import errors
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
+    """`write_bytes` of a text as UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: pathlib.Path, content: bytes) -> None:
     """Writes all of it or, if killed, nothing.
 
     Raises:
@@ -22,8 +27,8 @@ def write_text(path: pathlib.Path, text: str) -> None:
     beside = path.with_name(path.name + ".new")
     try:
         with errors.of_disk(path):
-            with open(beside, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(beside, "wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(path)

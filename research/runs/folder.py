@@ -47,7 +47,7 @@ _SECONDS = 1.0  # for a reader who looks whether the folder is owned to be out o
 
 @contextlib.contextmanager
 def owned(folder: pathlib.Path) -> Iterator[None]:
-    """Within it, this process owns the folder, which is made if need be.
+    """Within it, this process owns the folder, which is made if need be, and removed again if it stays empty.
 
     The lock is the operating system's (flock), and ends with the process whatever ends it; network file systems keep it
     over machines where they support flock (NFS, Lustre and others mounted so). Where a file system has none, the file
@@ -58,6 +58,7 @@ def owned(folder: pathlib.Path) -> Iterator[None]:
       ConfigError: the folder cannot be made or locked.
     """
     lock = filelock.FileLock(folder / LOCK)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=_SECONDS, poll_interval=0.05)
@@ -75,6 +76,10 @@ def owned(folder: pathlib.Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide the error
             (folder / OWNER).unlink(missing_ok=True)
+            if made and os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
+                for path in made:
+                    path.rmdir()
         lock.release()
 
 

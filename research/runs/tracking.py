@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from research import errors
 from research.errors import ConfigError
-from research.runs import files
+from research.runs import files, login
 from research.runs.folder import METRICS, is_writer
 from research.settings import fields
 from research.settings.config import Settings
@@ -38,7 +38,7 @@ class Tracker:
         """Continues the record in `folder`; `say` is told in a line what concerns wandb."""
         self._path, self._say = folder / METRICS, say
         self._summary: dict[str, Any] = {}
-        self._mirror = _Mirror(_job(folder, settings)) if settings.wandb.mode != "disabled" and is_writer() else None
+        self._mirror = _Mirror(_job(folder, settings)) if _records(settings) else None
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +72,7 @@ class Tracker:
 
 def send_table(folder: pathlib.Path, settings: Settings, name: str, rows: list[dict[str, Any]]) -> None:
     """The flat columns of rows as a table of that name in wandb, unless it is disabled; a failure is a warning."""
-    if settings.wandb.mode == "disabled" or not is_writer():
+    if not _records(settings):
         return
     columns = sorted({column for row in rows for column, value in row.items() if not isinstance(value, dict)})
     data = [[row.get(column) for column in columns] for row in rows]
@@ -147,6 +147,10 @@ class _Mirror:
         for line in self._process.stdout:
             self._answers.put(json.loads(line))
         self._answers.put({})
+
+
+def _records(settings: Settings) -> bool:
+    return login.resolve(settings.wandb.mode) != "disabled" and is_writer()
 
 
 def _job(folder: pathlib.Path, settings: Settings) -> dict[str, Any]:

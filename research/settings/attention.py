@@ -9,6 +9,7 @@ from research.settings.group import NOT_NEGATIVE, POSITIVE, UNSET_OR_MORE, Allow
 # How CSA is trained, one after the other (DeepSeek-V3.2, section 2.1.1): attention to all entries; the same with the
 # indexer alone in training; attention to the selected entries, everything in training.
 STAGES = ("dense", "warmup", "sparse")
+COMPRESSED = ("csa", "hca")  # the kinds of layers with compressed entries
 _CHOSEN = "0: chosen for you"
 
 
@@ -42,17 +43,17 @@ class Attention(Kernel, group="attention"):
     backend: str = setting("auto", "what computes attention; auto: splash on a TPU, else blockwise")
     heads_at_once: int = setting(0, "heads that a layer computes at a time, recomputing them backward; 0: all")
     window: int = setting(128, "local keys that a query sees, its own included", POSITIVE)
-    hca_ratio: int = setting(128, "tokens per entry of HCA layers", POSITIVE)
-    csa_ratio: int = setting(4, "tokens per entry of CSA layers", POSITIVE)
-    top_k: int = setting(64, "entries that a CSA query sees", POSITIVE)
+    hca_ratio: int = setting(128, "tokens per entry of HCA layers", POSITIVE, kinds=("hca",))
+    csa_ratio: int = setting(4, "tokens per entry of CSA layers", POSITIVE, kinds=("csa",))
+    top_k: int = setting(64, "entries that a CSA query sees", POSITIVE, kinds=("csa",))
     heads: int = setting(4, "query heads", POSITIVE)
     head_width: int = setting(64, "channels of a head", POSITIVE)
     rope_width: int = setting(16, "trailing channels of a head that carry the position", POSITIVE)
     q_rank: int = setting(64, "width of the low-rank query", POSITIVE)
     out_groups: int = setting(2, "groups of heads of the low-rank output projection", POSITIVE)
     out_rank: int = setting(32, "width per group of the low-rank output projection", POSITIVE)
-    index_heads: int = setting(4, "heads of CSA's indexer", POSITIVE)
-    index_head_width: int = setting(32, "channels of an index head", POSITIVE)
+    index_heads: int = setting(4, "heads of CSA's indexer", POSITIVE, kinds=("csa",))
+    index_head_width: int = setting(32, "channels of an index head", POSITIVE, kinds=("csa",))
     index_backend: str = setting(
         "auto",
         "what computes the indexer's scores; auto: pallas on a TPU, else xla",
@@ -71,7 +72,7 @@ class Attention(Kernel, group="attention"):
         "sparse", "what CSA attends to and trains: all entries, the indexer alone, the selected", one_of(*STAGES), "csa"
     )
     indexer_loss_weight: float = setting(
-        1.0, "of the mean over CSA layers of the indexer's loss; 0 leaves it out", NOT_NEGATIVE
+        1.0, "of the mean over CSA layers of the indexer's loss; 0 leaves it out", NOT_NEGATIVE, kinds=("csa",)
     )
 
     @property
@@ -116,9 +117,12 @@ class Rope(Group, group="rope"):
     """Rotary position embedding."""
 
     theta: float = setting(10_000.0, "of sliding layers", POSITIVE)
-    compressed_theta: float = setting(160_000.0, "of CSA and HCA layers", POSITIVE)
+    compressed_theta: float = setting(160_000.0, "of CSA and HCA layers", POSITIVE, kinds=COMPRESSED)
     yarn_factor: float = setting(
-        1.0, "of CSA and HCA layers; 1 is no YaRN", Allowed(lambda factor: factor >= 1, "at least 1 (no YaRN)")
+        1.0,
+        "of CSA and HCA layers; 1 is no YaRN",
+        Allowed(lambda factor: factor >= 1, "at least 1 (no YaRN)"),
+        kinds=COMPRESSED,
     )
     yarn_original_length: int = setting(65_536, "tokens that YaRN extends", POSITIVE)
     yarn_beta_fast: float = setting(32.0, "turns over the original length above which a channel is kept", POSITIVE)
@@ -128,3 +132,11 @@ class Rope(Group, group="rope"):
         "at any position; reference: float32 products, for parity with published weights",
         one_of("exact", "reference"),
     )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """See `Group`."""
+        for name in ("yarn_original_length", "yarn_beta_fast", "yarn_beta_slow"):
+            if self.yarn_factor == 1 and not self.is_default(name):
+                yield name, f"left at {self.default(name)!r} with yarn_factor=1, which is no YaRN"
+        if self.yarn_beta_slow >= self.yarn_beta_fast:
+            yield "yarn_beta_slow", f"below yarn_beta_fast={self.yarn_beta_fast}"

@@ -1,7 +1,7 @@
 """All settings together; the ConfigDict that command lines override is made from them, and read back into them."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ml_collections
@@ -53,6 +53,8 @@ class Settings(Group):
                 raise attention.error(field.name, f"left at {field.default!r}: model.layers has no {kind} layer")
         if kinds == {"csa"} and not attention.is_default("schedule"):
             raise attention.error("schedule", "auto: model.layers has only csa layers, whose schedule is csa_schedule")
+        if self.data.batch_size % self.train.accumulate:
+            raise self.train.error("accumulate", f"a divisor of data.batch_size={self.data.batch_size}")
         steps = self.train.steps
         if self.optimizer.warmup_steps >= steps:
             raise self.optimizer.error("warmup_steps", f"below train.steps={steps}")
@@ -63,6 +65,16 @@ class Settings(Group):
         """With other values of some groups' fields: `replace(attention={"block_q": 128})`."""
         groups = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in changes.items()}
         return dataclasses.replace(self, **groups)
+
+    def refuse_idle(self, names: Iterable[str]) -> None:
+        """Raises SettingError for a field among these, of dotted names, that was set and that no layer reads."""
+        for name in names:
+            group, _, field = name.rpartition(".")
+            settings = getattr(self, group) if group else self
+            if is_idle(name, self.model.layers) and not settings.is_default(field):
+                kinds = " or ".join(type(settings).__dataclass_fields__[field].metadata["kinds"])
+                words = f"left at {settings.default(field)!r}: model.layers has no {kinds} layer"
+                raise settings.error(field, words)
 
     def of_kind(self, kind: str) -> "Settings":
         """Of one layer of that kind alone: what the others alone would read has its default."""
@@ -80,6 +92,15 @@ def groups() -> Iterator[tuple[str, type[Group]]]:
     for field in dataclasses.fields(Settings):
         if field.default_factory is not dataclasses.MISSING:
             yield field.name, field.default_factory
+
+
+def is_idle(name: str, layers: tuple[str, ...]) -> bool:
+    """Whether none of these kinds of layers reads the field of that dotted name."""
+    group, _, field = name.rpartition(".")
+    if not group:
+        return False
+    kinds = dict(groups())[group].__dataclass_fields__[field].metadata["kinds"]
+    return bool(kinds) and not set(kinds) & set(layers)
 
 
 def base_config() -> ml_collections.ConfigDict:

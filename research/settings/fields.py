@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import ml_collections
+from absl import flags
+from ml_collections.config_flags import tuple_parser
 
-from research.errors import ConfigError
+from research.errors import ConfigError, SettingError
 from research.settings.config import Settings
 
 Overrides = dict[str, Any]  # values by dotted name: {"attention.block_q": 256}
@@ -23,8 +25,12 @@ def check_name(config: ml_collections.ConfigDict, name: str) -> None:
     below = [field for field in fields if field.startswith(f"{name}.")]
     if below:
         raise ConfigError(f"config.{name}: is a group and cannot be replaced as a whole; set one of {', '.join(below)}")
-    nearest = difflib.get_close_matches(name, fields, n=3, cutoff=0.0)
-    raise ConfigError(f"config.{name}: no such field; the nearest are {', '.join(nearest)}")
+    raise ConfigError(f"config.{name}: no such field; the nearest are {', '.join(nearest(name))}")
+
+
+def nearest(name: str, count: int = 3, cutoff: float = 0.0) -> list[str]:
+    """The fields whose dotted names are most like this one, by `difflib`'s measure at least `cutoff`."""
+    return difflib.get_close_matches(name, defaults(), count, cutoff)
 
 
 def field_names(config: ml_collections.ConfigDict) -> list[str]:
@@ -45,6 +51,48 @@ def value(config: ml_collections.ConfigDict, name: str) -> Any:
     return config
 
 
+def from_text(config: ml_collections.ConfigDict, name: str, text: str) -> Any:
+    """What a command line's `--config.name=text` sets the field of that dotted name to.
+
+    Raises:
+      SettingError: the text is none of the field's type.
+    """
+    parse, words = _TYPES[type(value(config, name))]
+    try:
+        return parse(text)
+    except (ValueError, TypeError, SyntaxError, OverflowError) as error:
+        raise SettingError(name, text, words) from error
+
+
+def _integer(text: str) -> int:
+    """Also of 5e0 or 4.0."""
+    try:
+        return flags.IntegerParser().parse(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Of `('hca', 'csa')`, `hca,csa` or `hca`."""
+    plain = not set(text) & set("()[]'\"")
+    found = tuple(text.split(",")) if plain else tuple_parser.TupleParser().parse(text)
+    if not all(isinstance(word, str) for word in found):
+        raise ValueError(f"{text}: not of words")
+    return found
+
+
+_TYPES = {
+    bool: (flags.BooleanParser().parse, "true or false"),
+    int: (_integer, "an integer"),
+    float: (flags.FloatParser().parse, "a number"),
+    str: (str, "text"),
+    tuple: (_words, "words, as csa,hca or ('csa', 'hca')"),
+}
+
+
 def override(config: ml_collections.ConfigDict, overrides: Overrides) -> None:
     """Sets fields of a config by dotted name, as `--config.name=value` would.
 
@@ -54,7 +102,9 @@ def override(config: ml_collections.ConfigDict, overrides: Overrides) -> None:
     for name, setting in overrides.items():
         check_name(config, name)
         expected = type(value(config, name))
-        # A float may be written as 1; anything else must be what the command line would have parsed.
+        # A float may be written as 1, an integer as 1.0; anything else must be what the command line would have parsed.
+        if expected is int and type(setting) is float and setting.is_integer():
+            setting = int(setting)
         if type(setting) is not expected and not (expected is float and type(setting) is int):
             raise ConfigError(f"config.{name}={setting!r}: must be of type {expected.__name__}")
         config.update_from_flattened_dict({name: setting})

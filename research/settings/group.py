@@ -1,6 +1,7 @@
 """How settings are declared: a frozen dataclass a group, each field with a default, a meaning, and what is allowed."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,16 +37,21 @@ def divisors(count: int) -> str:
     return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
-def setting(default: Any, meaning: str, allowed: Allowed | None = None, only: str = "") -> Any:
+def setting(
+    default: Any, meaning: str, allowed: Allowed | None = None, only: str = "", kinds: tuple[str, ...] = ()
+) -> Any:
     """A field of a group.
 
     Args:
       default: its value unless it is set; never None, which a command line could not override.
       meaning: a line.
-      allowed: which values are; None: all of the default's type.
-      only: the kind of attention layer without which the setting has no effect, empty for any.
+      allowed: which values are; None: all of the default's type. Floats must be finite in any case.
+      only: the kind of attention layer without which only the default is allowed, empty for any.
+      kinds: the kinds of attention layers that read the setting, empty for all. Without one a config may set it, for
+        sweeps vary the kinds beside it, but not an override: see `Settings.is_idle`.
     """
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "allowed": allowed, "only": only})
+    metadata = {"meaning": meaning, "allowed": allowed, "only": only, "kinds": (only,) if only else kinds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Group:
@@ -63,8 +69,10 @@ class Group:
     def __post_init__(self) -> None:
         """Raises SettingError where a field's value is not allowed, alone or beside the others."""
         for field in dataclasses.fields(self):
-            allowed = field.metadata.get("allowed")
-            if allowed and not allowed.holds(getattr(self, field.name)):
+            allowed, value = field.metadata.get("allowed"), getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise self.error(field.name, f"finite and {allowed.words}" if allowed else "finite")
+            if allowed and not allowed.holds(value):
                 raise self.error(field.name, allowed.words)
         for name, words in self.conflicts():
             raise self.error(name, words)

@@ -1,6 +1,7 @@
 """Settings of where programs run and are recorded, and of measurements."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 
 from research import hardware
@@ -59,12 +60,28 @@ class Aot(Group, group="aot"):
     timeout_minutes: float = setting(10.0, "for one program", POSITIVE)
 
 
+def _stays_below(path: str) -> bool:
+    """Whether a path, or the empty one, leads to a folder below the one that it starts from, on every file system."""
+    names = path.split("/") if path else []
+    return all(name not in ("", ".", "..") and "\0" not in name and len(name.encode()) <= 255 for name in names)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run(Group, group="run"):
     """A run's folder."""
 
     root: str = setting("runs", "folder of all runs")
-    id: str = setting("", "folder below root; empty: made from the date, the experiment and the overrides")
+    id: str = setting(
+        "",
+        "folder below root; empty: made from the date, the experiment and the overrides",
+        Allowed(_stays_below, "a relative path without . and .., of names of at most 255 bytes"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.root:
+            raise self.error("root", "a folder; . is the one you are in")
+        object.__setattr__(self, "root", os.path.expanduser(self.root))
 
 
 @dataclasses.dataclass(frozen=True)

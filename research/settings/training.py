@@ -27,6 +27,12 @@ class Train(Group, group="train"):
     """How long is trained, and what is done on the way."""
 
     steps: int = setting(200, "updates", POSITIVE)
+    accumulate: int = setting(
+        1, "micro-batches that the rows of a batch are computed in, one after the other, before an update", POSITIVE
+    )
+    ahead: int = setting(
+        1, "updates that are started before the numbers of an earlier one are waited for; 0: none", NOT_NEGATIVE
+    )
     log_every: int = setting(10, "steps between rows of metrics", POSITIVE)
     eval_every: int = setting(100, "steps between validations; 0: only at the end", _EVERY)
     eval_batches: int = setting(8, "of a validation", POSITIVE)

@@ -15,16 +15,22 @@ An experiment is a Python file that asks one question. It defines
 One rule for overrides, in every launcher and for presets alike. A field that no point sets takes the override in all
 points. A field that some point sets is the sweep's: each point has a value of it, its own or else the config's, and the
 override narrows the sweep to the points that have the given one; a value that none of them has is refused. So a
-narrowed sweep is a part of the sweep, point by point the same, and its results lie in the same folder.
+narrowed sweep is a part of the sweep, point by point the same, and its results lie in the same folder. An override that
+no layer of a point reads is left out there; one that no point's layers read is refused.
+
+One file, longer than others: it is the grammar.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
 import importlib.util
 import json
 import pathlib
+import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
@@ -69,18 +75,63 @@ def load(target: str) -> tuple[types.ModuleType, str]:
     Raises:
       ConfigError: there is no such file, or it is no experiment.
     """
-    path, _, arg = target.partition(":")
+    path, _, arg = located(target).partition(":")
     if not pathlib.Path(path).is_file():
         raise ConfigError(
             f"--config={target}: no file {path!r}; must be experiments/NAME.py or experiments/NAME.py:ARG"
         )
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    if spec is None:
+        raise ConfigError(f"--config={target}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _in_a_line(target, path):
+        spec.loader.exec_module(module)
     missing = [name for name in ("ARGS", "get_config", "sweep", "HEADLINE") if not hasattr(module, name)]
     if missing:
         raise ConfigError(f"--config={target}: {path} is no experiment, it lacks {', '.join(missing)}")
     return module, arg
+
+
+def located(target: str) -> str:
+    """The target with the path of its file: from the working folder or, if it is not there, from where this code is."""
+    path, colon, arg = target.partition(":")
+    here = pathlib.Path(__file__).parents[2] / path
+    return f"{here}{colon}{arg}" if not pathlib.Path(path).exists() and here.is_file() else target
+
+
+def config(target: str) -> ml_collections.ConfigDict:
+    """The config of an experiment, with its argument.
+
+    Raises:
+      ConfigError: as `load`; or the experiment does not know the argument, or makes no config.
+    """
+    module, arg = load(target)
+    with _in_a_line(target, located(target).partition(":")[0]):
+        made = module.get_config(arg) if ":" in target else module.get_config()  # as config_flags does
+    if not isinstance(made, ml_collections.ConfigDict):
+        raise ConfigError(f"--config={target}: get_config makes a {type(made).__name__}; must be a ConfigDict")
+    return made
+
+
+@contextlib.contextmanager
+def _in_a_line(target: str, path: str) -> Iterator[None]:
+    """Within it, what an experiment's file raises is a ConfigError that tells where."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        place = f"line {error.lineno}" if isinstance(error, SyntaxError) else _line(error, path)
+        said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+        raise ConfigError(f"--config={target}: {path}, {place}: {type(error).__name__}: {said}") from error
+
+
+def _line(error: Exception, path: str) -> str:
+    """Where in a file an error was raised, or what raised it was called."""
+    file = pathlib.Path(path).resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if pathlib.Path(frame.filename).resolve() == file]
+    return f"line {lines[-1]}" if lines else "when imported"
 
 
 def check_arg(arg: str, known: tuple[str, ...]) -> None:
@@ -100,22 +151,21 @@ def points(target: str, common: Overrides | None = None) -> list[Point]:
       ConfigError: no point has a value, or a value is of another type; two points have one label; or a point is after
         one that does not exist, after itself, or starts from one that it is not after.
     """
-    module, arg = load(target)
-    config, common = module.get_config(arg), common or {}
+    made, common = config(target), common or {}
     if "run.id" in common:
         raise ConfigError("config.run.id: is set by the sweep itself, for each of its points")
-    whole = kept = _points(module, arg, target)
+    whole = kept = _points(target)
     for name, setting in swept(target, common).items():
-        override(module.get_config(arg), {name: setting})  # its type
-        found = [_value(config, point, name) for point in whole]
+        override(config(target), {name: setting})  # its type
+        found = [_value(made, point, name) for point in whole]
         if setting not in found:
             values = f"{_alternatives(found)}, one of the values among the points of {target}"
             raise ConfigError(f"config.{name}={setting}: must be {values}")
-        kept = [point for point in kept if _value(config, point, name) == setting]
+        kept = [point for point in kept if _value(made, point, name) == setting]
     if not kept:
         given = " and ".join(f"config.{name}={setting}" for name, setting in swept(target, common).items())
         raise ConfigError(f"{given}: no point of {target} has them together")
-    _check_starts(config, common, whole, kept)
+    _check_starts(made, common, whole, kept)
     return kept
 
 
@@ -125,13 +175,12 @@ def point(target: str, name: str, common: Overrides | None = None) -> Overrides:
     Raises:
       ConfigError: there is none, naming the nearest ones; or `common` has another value of a field of the sweep's.
     """
-    module, arg = load(target)
-    labelled = {point.label: point for point in _points(module, arg, target)}
+    labelled = {point.label: point for point in _points(target)}
     if name not in labelled:
         nearest = difflib.get_close_matches(name, labelled, n=3, cutoff=0.0)
         raise ConfigError(f"--point={name}: {target} has no such point; the nearest are {', '.join(nearest)}")
     for field, setting in swept(target, common or {}).items():
-        there = _value(module.get_config(arg), labelled[name], field)
+        there = _value(config(target), labelled[name], field)
         if setting != there:
             raise ConfigError(f"config.{field}={setting}: must be {there}, as the point {name} of {target} has it")
     return labelled[name].overrides
@@ -139,14 +188,17 @@ def point(target: str, name: str, common: Overrides | None = None) -> Overrides:
 
 def swept(target: str, common: Overrides) -> Overrides:
     """Those of the overrides that narrow the sweep, for some point of it sets their field."""
-    module, arg = load(target)
-    fields = {field for point in _points(module, arg, target) for field in point.overrides}
+    fields = {field for point in _points(target) for field in point.overrides}
     return {name: setting for name, setting in common.items() if name in fields}
 
 
-def _points(module: types.ModuleType, arg: str, target: str) -> list[Point]:
+def _points(target: str) -> list[Point]:
     """All points of a sweep, their labels and their order checked."""
-    found = [made if isinstance(made, Point) else Point(made) for made in module.sweep(arg)]
+    module, arg = load(target)
+    with _in_a_line(target, located(target).partition(":")[0]):
+        found = [made if isinstance(made, Point) else Point(made) for made in module.sweep(arg)]
+    if not found:
+        raise ConfigError(f"--config={target}: its sweep has no points")
     labelled = {point.label: point for point in found}
     if len(labelled) < len(found):
         names = [point.label for point in found]

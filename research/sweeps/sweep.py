@@ -18,14 +18,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ml_collections
-
 from research import errors, exits
 from research.errors import ConfigError
 from research.runs import files
 from research.runs.folder import CONFIG, FINISHED, SUMMARY, in_use
 from research.settings import fields
-from research.settings.config import Settings, read
+from research.settings.config import Settings, is_idle, read
 from research.sweeps import children, experiment
 from research.validation import validate
 
@@ -75,17 +73,46 @@ def plan(target: str, common: fields.Overrides, platform: str, fresh: bool) -> l
       ConfigError: a point is invalid, or its folder holds a run with other settings; names every such point. No point
         is left, or one is after a point that is left out and has not finished.
     """
-    module, arg = experiment.load(target)
-    points, problems = [], []
-    for point in experiment.points(target, common):
-        try:
-            points.append(_point(target, module.get_config(arg), common, point, platform, fresh))
-        except (ConfigError, NotImplementedError) as error:
-            problems.append(f"\n  {point.label}: {error}")
-    if problems:
-        raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
+    points = _each(target, common, lambda point: _point(target, common, point, platform, fresh))
     _check_order(points)
     return points
+
+
+def _each(target: str, common: fields.Overrides, make: Callable[[experiment.Point], Any]) -> list[Any]:
+    """What `make` makes of the points of a sweep; raises ConfigError naming every point for which it fails."""
+    made, problems, used = [], {}, set()
+    found = experiment.points(target, common)
+    for point in found:
+        try:
+            made.append(make(point))
+            used |= settings_at(target, common, point)[0].keys()
+        except (ConfigError, NotImplementedError) as error:
+            problems[point.label] = str(error)
+    if len(found) > 1 and len(problems) == len(found) and len(set(problems.values())) == 1:
+        raise ConfigError(f"{problems[found[0].label]}; so it is at each of the {len(found)} points of {target}")
+    if problems:
+        lines = "".join(f"\n  {label}: {problem}" for label, problem in problems.items())
+        raise ConfigError(f"{len(problems)} of the {len(found)} points of {target} cannot be run:{lines}")
+    if unread := [name for name in common if name not in used]:
+        raise ConfigError(f"config.{unread[0]}={common[unread[0]]}: no point of {target} has a layer that reads it")
+    return made
+
+
+def settings_at(target: str, common: fields.Overrides, point: experiment.Point) -> tuple[fields.Overrides, Settings]:
+    """The settings of a point, and the overrides that make them of the experiment's config.
+
+    Raises:
+      ConfigError: a setting is impossible, or one that the point sets has no effect there.
+    """
+    config = experiment.config(target)
+    fields.override(config, common | point.overrides)
+    idle = {name for name in common if is_idle(name, config.model.layers)}
+    given = {name: value for name, value in (common | point.overrides).items() if name not in idle - {*point.overrides}}
+    config = experiment.config(target)
+    fields.override(config, given)
+    settings = read(config)
+    settings.refuse_idle(point.overrides)
+    return given, settings
 
 
 def _check_order(points: list[Point]) -> None:
@@ -122,45 +149,29 @@ def settings_of(
     Raises:
       ConfigError: a point is invalid; names every such point. Or no point is left.
     """
-    module, arg = experiment.load(target)
-    found, problems = [], []
-    for point in experiment.points(target, common):
-        config = module.get_config(arg)
-        try:
-            fields.override(config, common | point.overrides)
-            settings = read(config)
-            validate(settings, platform, checks_memory=checks_memory)
-            found.append((point.overrides, settings))
-        except (ConfigError, NotImplementedError) as error:
-            problems.append(f"\n  {point.label}: {error}")
-    if problems:
-        raise ConfigError(f"{len(problems)} of the points of {target} cannot be run:{''.join(problems)}")
-    return found
+
+    def checked(point: experiment.Point) -> tuple[fields.Overrides, Settings]:
+        _, settings = settings_at(target, common, point)
+        validate(settings, platform, checks_memory=checks_memory)
+        return point.overrides, settings
+
+    return _each(target, common, checked)
 
 
-def _point(
-    target: str,
-    config: ml_collections.ConfigDict,
-    common: fields.Overrides,
-    point: experiment.Point,
-    platform: str,
-    fresh: bool,
-) -> Point:
-    overrides = point.overrides
-    fields.override(config, common | overrides)
-    settings = read(config)
+def _point(target: str, common: fields.Overrides, point: experiment.Point, platform: str, fresh: bool) -> Point:
+    given, settings = settings_at(target, common, point)
     validate(settings, platform)
     root = pathlib.Path(settings.run.root) / folder_name(target, common)
     place = {"run.root": str(root), "run.id": point.label}
     folder = root / place["run.id"]
-    flags = experiment.as_flags(common | overrides | place)
+    flags = experiment.as_flags(given | place)
     summary = {} if fresh else files.read_json(folder / SUMMARY)
     stored = {} if fresh else files.read_json(folder / CONFIG)
     if stored and (changed := fields.differences(stored, fields.as_json(settings))):
         raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
     command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
     finished = summary.get("status") == FINISHED
-    return Point(overrides, folder, settings.model.layers, command, finished, point.after)
+    return Point(point.overrides, folder, settings.model.layers, command, finished, point.after)
 
 
 def folder_name(target: str, common: fields.Overrides) -> str:
@@ -293,7 +304,18 @@ def _from_here(path: str | pathlib.Path) -> str:
 
 
 def detect_platform() -> str:
-    """The platform on which the points will run: asked for in a process of its own, for a TPU serves one at a time."""
-    program = "from research import devices; devices.ignore_absent_tpu(); import jax; print(jax.default_backend())"
-    command = (sys.executable, "-c", program)
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]
+    """The platform on which the points will run: asked for in a process of its own, for a TPU serves one at a time.
+
+    Raises:
+      ConfigError: as `devices.require`.
+    """
+    program = (
+        "from research import devices, errors; import jax, sys\n"
+        "try: devices.require()\n"
+        "except errors.ConfigError as error: sys.exit(str(error))\n"
+        "print(jax.default_backend())"
+    )
+    done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(done.stderr.strip().splitlines()[-1])
+    return done.stdout.split()[-1]

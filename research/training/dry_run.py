@@ -10,7 +10,7 @@ from research.parallel import batch as parallel
 from research.settings.config import Settings, as_config
 from research.training import flops, optimizer, report, trainer
 from research.training import step as step_lib
-from research.validation import validate
+from research.validation import notes, validate
 
 
 def dry_run(settings: Settings, console: rich.console.Console) -> None:
@@ -24,7 +24,7 @@ def dry_run(settings: Settings, console: rich.console.Console) -> None:
       MemoryError: the compiler finds too little memory.
     """
     spec = validate(settings)
-    mesh = parallel.mesh(settings.data.batch_size)
+    mesh = parallel.mesh(settings)
     data = data_lib.build(settings, spec.alignment)
     state = jax.eval_shape(lambda: step_lib.init(spec, optimizer.build(spec), settings.seed))
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parallel.replicated(mesh)), state)
@@ -32,6 +32,8 @@ def dry_run(settings: Settings, console: rich.console.Console) -> None:
 
     console.print(str(as_config(settings)), markup=False, highlight=False)
     report.show_run(console, settings, state.params, spec.effective())
+    for note in notes(spec):
+        console.print(f"warning: {note}", soft_wrap=True, markup=False, highlight=False)
     told = ", ".join(f"{name} {value:,}" for name, value in data.describe().items() if isinstance(value, int))
     console.print(
         f"data: {data.describe()['source']}, {told.replace('_', ' ')}; "

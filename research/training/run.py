@@ -10,7 +10,7 @@ from research import errors
 from research.errors import ConfigError
 from research.parallel.agreement import together
 from research.runs import files
-from research.runs.folder import CONFIG, FINISHED, SUMMARY, is_writer, owned
+from research.runs.folder import CONFIG, FINISHED, SUMMARY, is_writer, owned, read_starts
 from research.settings import fields
 from research.settings.config import Settings
 from research.settings.fields import Overrides
@@ -18,7 +18,8 @@ from research.training import loop
 
 # What a run may go on with although it differs from what it was started with.
 _MAY_CHANGE = tuple(
-    f"train.{name}" for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_last", "keep_best")
+    f"train.{name}"
+    for name in ("steps", "ahead", "log_every", "eval_every", "checkpoint_every", "keep_last", "keep_best")
 )
 
 
@@ -38,20 +39,23 @@ def run(settings: Settings, overrides: Overrides, console: rich.console.Console)
       InUseError: another process is at work in the folder, which goes on unharmed.
       DamagedError: a file of the folder is not what was written; nothing was changed.
       NotImplementedError: a backend cannot serve the request.
-      What else `loop.train` raises. All but the refusal to touch the folder are recorded in `summary.json`, as
-        `errors.kind` names them.
+      What else `loop.train` raises; recorded in `summary.json`, as `errors.kind` names it. What is refused leaves the
+        folder as it was, and none where there was none.
     """
     folder = pathlib.Path(settings.run.root) / settings.run.id
     with contextlib.ExitStack() as stack:
         together(lambda: stack.enter_context(owned(folder)) if is_writer() else None)
-        summary = together(lambda: _claim(folder, settings, console))
+        summary = together(lambda: _check(folder, settings, console))
         if summary.get("status") == FINISHED and summary["steps"] >= settings.train.steps:
             console.print(f"{folder} is finished, nothing to do", soft_wrap=True)
             return summary
+        starts = len(read_starts(folder))
         try:
             results = loop.train(folder, settings, overrides, console)
         except Exception as error:
-            _summarize(folder, {"status": errors.kind(error), "message": str(error), "overrides": overrides})
+            refused = isinstance(error, ConfigError | NotImplementedError)
+            if not refused or len(read_starts(folder)) > starts:
+                _summarize(folder, {"status": errors.kind(error), "message": str(error), "overrides": overrides})
             raise
         summary = {"status": FINISHED, **results, "overrides": overrides}
         if is_writer():
@@ -59,11 +63,11 @@ def run(settings: Settings, overrides: Overrides, console: rich.console.Console)
         return summary
 
 
-def _claim(folder: pathlib.Path, settings: Settings, console: rich.console.Console) -> dict[str, Any]:
-    """Makes the folder this config's, and returns the summary of a run that ended in it well, else {}.
+def _check(folder: pathlib.Path, settings: Settings, console: rich.console.Console) -> dict[str, Any]:
+    """Returns the summary of a run that ended in the folder, else {}; changes nothing.
 
     Raises:
-      ConfigError: it is another config's.
+      ConfigError: the folder is another config's.
     """
     there, here = files.read_json(folder / CONFIG), fields.as_json(settings)
     summary = files.read_json(folder / SUMMARY)
@@ -78,10 +82,6 @@ def _claim(folder: pathlib.Path, settings: Settings, console: rich.console.Conso
     for name, default in fields.defaults().items() if there else ():
         if fields.compared(name) and name not in fields.flat(there):
             console.print(f"config.{name}: newer than the run; its default {default!r} is assumed", soft_wrap=True)
-    if is_writer():
-        files.write_json(folder / CONFIG, here)
-        if summary.get("status") != FINISHED or summary["steps"] < settings.train.steps:
-            (folder / SUMMARY).unlink(missing_ok=True)  # how an earlier attempt ended
     return summary
 
 

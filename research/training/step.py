@@ -87,13 +87,15 @@ def make_update(
     model: hk.Transformed,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh | None = None,
-) -> Callable[[State, dict], tuple[State, Metrics]]:
-    """Returns `(state, batch) -> (state, metrics)`.
+) -> Callable[..., tuple[State, Metrics]]:
+    """Returns `(state, batch, going=True) -> (state, metrics)`.
 
     Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
     tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
     before clipping, of all that learns. Where one of them is not finite, the state returned is the one given: what led
-    there can be looked at. With a mesh, the devices share the rows of the batch; see `parallel.gradients`.
+    there can be looked at. So it is where `going`, bool [], is false: it is the metric `going` of the update before,
+    which says whether that and all before it were finite. So updates can be started before the host has seen the
+    numbers of earlier ones. With a mesh, the devices share the rows of the batch; see `parallel.gradients`.
     """
     trains = optimizer_lib.trains(spec)
     weights = {"loss": 1.0, "indexer_kl": spec.settings.attention.indexer_loss_weight}
@@ -101,13 +103,13 @@ def make_update(
     def terms(trained: hk.Params, fixed: hk.Params, batch: dict) -> dict[str, Mean]:
         return losses(model, hk.data_structures.merge(trained, fixed), batch)
 
-    gradients = parallel.gradients(terms, weights, mesh)
+    gradients = parallel.gradients(terms, weights, mesh, spec.settings.train.accumulate)
 
     def apply(state: State, grads: hk.Params) -> State:
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, changes), opt_state)
 
-    def update(state: State, batch: dict) -> tuple[State, Metrics]:
+    def update(state: State, batch: dict, going: jax.Array | bool = True) -> tuple[State, Metrics]:
         trained, fixed = hk.data_structures.partition(
             lambda module, *_: trains[optimizer_lib.group(module)], state.params
         )
@@ -115,9 +117,9 @@ def make_update(
         grads = hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))
         metrics = {name: mean.mean() for name, mean in means.items()}
         metrics |= {"tokens": means["loss"].count, "grad_norm": optax.tree.norm(grads)}
-        finite = jnp.stack([jnp.isfinite(value) for value in metrics.values()]).all()
+        going &= jnp.stack([jnp.isfinite(value) for value in metrics.values()]).all()
         # A branch, not a selection, which would need the memory of both states.
-        return jax.lax.cond(finite, apply, lambda state, _: state, state, grads), metrics
+        return jax.lax.cond(going, apply, lambda state, _: state, state, grads), metrics | {"going": going}
 
     return update
 

@@ -1,5 +1,6 @@
 """A model in training: its state, its data, and the programs that change it. Knows nothing of folders and records."""
 
+import collections
 import contextlib
 import functools
 import math
@@ -7,7 +8,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +29,34 @@ from research.training.loss import bits_per_byte
 from research.validation import validate
 
 
+class Step(NamedTuple):
+    """What came of an update.
+
+    Attributes:
+      row: its metrics.
+      tokens: of its batch, without padding.
+      data_seconds: to fetch the batch, also while an earlier update ran.
+      step_seconds: from its start, or the end of the one before it, to its end.
+      seconds: the same with what it had to wait for its batch; those of all steps add up.
+    """
+
+    row: dict[str, float]
+    tokens: int
+    data_seconds: float
+    step_seconds: float
+    seconds: float
+
+
+class _Started(NamedTuple):
+    """An update that was started: its batch, the iterator's state before that, metrics to come, and two times, s."""
+
+    batch: dict[str, np.ndarray]
+    before: dict[str, Any]
+    metrics: step_lib.Metrics
+    begin: float
+    fetched: float
+
+
 class Trainer:
     """What a config trains, before its first update or where `restore` puts it.
 
@@ -37,8 +66,8 @@ class Trainer:
       data: the corpus, packed.
       iterator: where training stands in it; every process has the same.
       state: parameters and optimizer, the same on every device.
-      done: updates that made the state.
-      batch: the last batch that was taken from the iterator.
+      done: updates that are known to have made the state; see `started`.
+      batch: that of the last update that was waited for.
       nonfinite_batch: the first batch of the last `evaluate` whose measures were not all finite, None if all were.
       cost: of `programs`, and flops_per_token; after `compile`.
     """
@@ -54,8 +83,9 @@ class Trainer:
         self.effective = self.spec.effective()
         self.data = data_lib.build(settings, self.spec.alignment)
         self.iterator, self.batch, self.nonfinite_batch = self.data.train_iterator(), None, None
-        self._settings, self._mesh = settings, parallel.mesh(settings.data.batch_size)
-        self.done = 0
+        self._settings, self._mesh = settings, parallel.mesh(settings)
+        self.done, self._free = 0, 0.0
+        self._started: collections.deque[_Started] = collections.deque()
         with in_memory(self._settings, "making the first state"):
             sharding = parallel.replicated(self._mesh)
             self.state = step_lib.init(self.spec, optimizer.build(self.spec), settings.seed, sharding)
@@ -101,27 +131,49 @@ class Trainer:
         """Compiles the update and the validation, and learns their `cost`."""
         shapes = parallel.distribute(next(self.data.validation_batches(1)), self._mesh)
         self._update, self._measures, cost = programs(self.spec, self.state, shapes, self._mesh)
+        self._going = jax.device_put(True, parallel.replicated(self._mesh))
         self.cost = cost | {"flops_per_token": flops.per_token(self.spec, self.state.params)}
 
-    def update(self) -> tuple[dict[str, float], float, float]:
-        """One update; returns its metrics, and the seconds spent on fetching the batch and on the step.
+    @property
+    def started(self) -> int:
+        """Updates that were started, `done` ones among them."""
+        return self.done + len(self._started)
 
-        Where the metrics are not all finite, the update is not done: state, iterator and `done` are those before it.
-        """
-        before = self.iterator.get_state()
-        start = time.perf_counter()
-        self.batch = next(self.iterator)
+    def start(self) -> None:
+        """Starts the next update, on the next batch, and waits for nothing."""
+        before, begin = self.iterator.get_state(), time.perf_counter()
+        batch = next(self.iterator)
         fetched = time.perf_counter()
+        with in_memory(self._settings, f"step {self.started + 1}"):
+            self.state, metrics = self._update(self.state, parallel.distribute(batch, self._mesh), self._going)
+        self._going = metrics.pop("going")
+        self._started.append(_Started(batch, before, metrics, begin, fetched))
+
+    def finish(self) -> Step:
+        """Waits for the first of the updates that were started, and returns what came of it.
+
+        Where its metrics are not all finite, neither it nor those started after it have changed anything: state,
+        iterator and `done` are those before it, `batch` is its own.
+        """
+        this = self._started.popleft()
         with in_memory(self._settings, f"step {self.done + 1}"):
-            self.state, metrics = self._update(self.state, parallel.distribute(self.batch, self._mesh))
-            # Waiting here keeps step times exact, and names the step at which a loss goes wrong.
-            row = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        seconds = time.perf_counter() - fetched
+            row = {name: value.item() for name, value in jax.device_get(this.metrics).items()}
+        self.batch, end = this.batch, time.perf_counter()
+        # It ran from when it was started, or else from when the one before it was done.
+        waited = max(0.0, this.fetched - max(self._free, this.begin))
+        seconds, self._free = end - max(self._free, this.fetched), end
         if all(map(math.isfinite, row.values())):
             self.done += 1
         else:
-            self.iterator.set_state(before)
-        return self._in_bits(row), fetched - start, seconds
+            self._started.clear()
+            self.iterator.set_state(this.before)
+        tokens = int((this.batch["segments"] >= 0).sum())
+        return Step(self._in_bits(row), tokens, this.fetched - this.begin, seconds, waited + seconds)
+
+    def update(self) -> Step:
+        """One update, waited for."""
+        self.start()
+        return self.finish()
 
     def evaluate(self, batches: int, before_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Means over the first validation batches: the loss, and the other `step.measures`.
@@ -163,7 +215,8 @@ def programs(
     update = step_lib.make_update(spec, language_model.build(spec), optimizer.build(spec), mesh)
     measures = functools.partial(step_lib.measures, language_model.build(spec, measure=True))
     with in_memory(spec.settings, "compiling the step"):
-        step = step_lib.compile_program(update, state, batch, donated=0)
+        going = jax.ShapeDtypeStruct((), bool, sharding=parallel.replicated(mesh))
+        step = step_lib.compile_program(update, state, batch, going, donated=0)
     with in_memory(spec.settings, "compiling the validation"):
         validation = step_lib.compile_program(parallel.totals(measures, mesh), state.params, batch)
     cost = step.cost | {f"eval_{name}": value for name, value in validation.cost.items()}

@@ -82,8 +82,7 @@ def expanded(description, parameters, monkeypatch):
 
 def parsed(command):
     """The config that `launch/train.py` makes of a command line, and its overrides."""
-    arguments = flags.expand(command[3:])
-    flags.check(arguments)
+    arguments = flags.canonical(flags.read_line(command[3:]), takes_point=True)
     values = absl_flags.FlagValues()
     argv = ["train.py", *arguments]
     holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)

@@ -17,13 +17,9 @@ from research.settings.config import Settings
 def test_without_libtpu_it_says_what_to_install(tmp_path):
     blocker = tmp_path / "sitecustomize.py"
     blocker.write_text(
-        "import importlib.metadata as m\n"
-        "real = m.version\n"
-        "def version(name):\n"
-        "    if name == 'libtpu':\n"
-        "        raise m.PackageNotFoundError(name)\n"
-        "    return real(name)\n"
-        "m.version = version\n"
+        "import importlib.util\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'libtpu' else real(name, *rest)\n"
     )
     command = (sys.executable, "launch/aot.py", "--config=tests/tiny.py", f"--config.run.root={tmp_path}")
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:."}, check=False)

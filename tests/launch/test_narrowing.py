@@ -78,7 +78,7 @@ from launch import flags, masks
 for line in sys.argv[1:]:
     if not os.fork():
         sys.argv = ["masks.py", *line.split()]
-        flags.run(masks.main, config_required=False)
+        flags.run(masks.main, config_required=False, check=masks._check_flags)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
@@ -124,8 +124,9 @@ def root(monkeypatch):
 
 def test_point_takes_an_override_that_says_the_same(root):
     for same in ("--config.data.seq_len=128", "--config.train.steps=12"):
-        arguments = flags.expand([GRID, POINT, same])
-        assert arguments == [GRID, same, "--config.attention.backend=blockwise", "--config.data.seq_len=128"]
+        target, *arguments = flags.canonical(flags.read_line([GRID, POINT, same]), takes_point=True)
+        assert target == GRID
+        assert set(arguments) == {same, "--config.attention.backend=blockwise", "--config.data.seq_len=128"}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_point_takes_an_override_that_says_the_same(root):
 )
 def test_point_refuses_an_override_that_says_otherwise(other, message, root):
     with pytest.raises(ConfigError) as error:
-        flags.expand([GRID, POINT, f"--config.{other}"])
+        flags.canonical(flags.read_line([GRID, POINT, f"--config.{other}"]), takes_point=True)
     assert str(error.value) == f"{message} backend=blockwise,seq_len=128 of {GRID.removeprefix('--config=')} has it"
 
 

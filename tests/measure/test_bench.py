@@ -108,7 +108,7 @@ def test_a_point_runs_in_a_process_of_its_own():
 
 
 def test_plan_checks_every_point_before_any_is_run():
-    target = f"{EXPERIMENTS}/cpu_attention.py:quick"
+    target = f"{EXPERIMENTS}/cpu_attention.py:demo"
     points = [program for program, *_ in pipeline.plan("bench", target, {}, "cpu")]
     assert len(points) == len(set(points)) > 10
     with pytest.raises(ConfigError, match=r"of the points of .* cannot be run:\n.*config\.attention\.window"):

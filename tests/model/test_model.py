@@ -192,7 +192,9 @@ def test_rows_known_to_be_one_document_are_that(backend):
     assert_close(known, logits((inputs, documents), backend=backend), 1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "static", "dynamic"])
+@pytest.mark.parametrize(
+    "schedule", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("static", "dynamic"))]
+)
 def test_training_lowers_for_a_tpu(schedule):
     """With a forward and a backward kernel at least; recomputed blocks have one more."""
 
@@ -208,7 +210,11 @@ def test_training_lowers_for_a_tpu(schedule):
     assert kernels("block") > kernels("none") >= 2
 
 
-@pytest.mark.parametrize("order", [("cpu", "tpu", "cpu"), ("tpu", "cpu", "tpu")], ids=" ".join)
+@pytest.mark.parametrize(
+    "order",
+    [("cpu", "tpu", "cpu"), pytest.param(("tpu", "cpu", "tpu"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_one_process_makes_the_program_of_each_platform(order):
     """Of an update, the indexer's kernel and loss among it; whatever was traced before for another platform."""
     updates = {}

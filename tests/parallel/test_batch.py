@@ -25,12 +25,17 @@ ON_FOUR_DEVICES = """
 import numpy as np, pytest
 from research.errors import ConfigError
 from research.parallel import batch
-from research.runs.folder import read_rows
+from research.settings.config import Settings
 
-mesh = batch.mesh(8)
-assert mesh.size == 4
-with pytest.raises(ConfigError, match=r"config.data.batch_size=6: must be a multiple of the 4 devices"):
-    batch.mesh(6)
+def mesh(rows, parts=1):
+    return batch.mesh(Settings().replace(data={"batch_size": rows}, train={"accumulate": parts}))
+
+assert mesh(8).size == mesh(8, 2).size == 4
+with pytest.raises(ConfigError, match=r"config.data.batch_size=6: must be a multiple of the 4 devices$"):
+    mesh(6)
+with pytest.raises(ConfigError, match=r"=12: must be a multiple of the 4 devices times train.accumulate=2"):
+    mesh(12, 2)
+mesh = mesh(8)
 
 rows = {"x": np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)}
 spread = batch.distribute(rows, mesh)
@@ -72,6 +77,7 @@ def test_four_devices_share_the_rows():
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_two_processes_then_two_devices_train_as_one_device(tmp_path):
     """Two processes start; a signal to one stops both after the same step; one process with two devices ends the run.
 

@@ -9,7 +9,7 @@ from tests.parallel.test_batch import devices
 ON_FOUR_DEVICES = """
 import functools
 import haiku as hk
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType
 from research.attention.spec import Spec
 from research.metrics import Mean
@@ -41,44 +41,48 @@ def mesh(devices):
     return jax.make_mesh((devices,), (parallel.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
-def make_batch(targets, padded=(), cuts=(), longest=S):
+def make_batch(targets, padded=(), cuts=(), longest=None, seq_len=S):
     # Row i asks for targets[i] tokens, the last ones; rows in `padded` are padding; documents are cut after `longest`.
     rng = np.random.default_rng(1)
-    batch = {"inputs": rng.integers(0, 256, (ROWS, S)), "targets": np.full((ROWS, S), NO_TARGET)}
-    segments = np.tile(np.arange(S) // longest, (ROWS, 1))
+    shape = (ROWS, seq_len)
+    batch = {"inputs": rng.integers(0, 256, shape), "targets": np.full(shape, NO_TARGET)}
+    segments = np.tile(np.arange(seq_len) // (longest or seq_len), (ROWS, 1))
     for row, number in enumerate(targets):
         if number:
             batch["targets"][row, -number:] = rng.integers(0, 256, number)
     for row, cut in cuts:
         segments[row, cut:] += 1
     segments[list(padded)] = -1
-    positions = np.tile(np.arange(S), (ROWS, 1))
+    positions = np.tile(np.arange(seq_len), (ROWS, 1))
     distances = np.where(batch["targets"] == NO_TARGET, 0, 4 + positions % 20)
     batch |= {"segments": segments, "positions": positions, "distances": distances}
     return {name: array.astype(np.int32) for name, array in batch.items()}
 
 
 @functools.cache
-def update(devices):
+def update(devices, parts):
     spread = mesh(devices) if devices > 1 else None
-    return jax.jit(step.make_update(spec, model, Recorded, spread))
+    settings = spec.settings.replace(train={"accumulate": parts})
+    return jax.jit(step.make_update(Spec.make(settings), model, Recorded, spread))
 
 
-def step_on(devices, batch):
+def step_on(devices, batch, parts=1):
     state = step.State(params, jax.tree.map(jnp.zeros_like, params))
-    (_, gradients), metrics = update(devices)(state, parallel.distribute(batch, mesh(devices)))
+    (_, gradients), metrics = update(devices, parts)(state, parallel.distribute(batch, mesh(devices)))
     return jax.device_get((gradients, metrics))
 
 
-def compare(devices, batch):
-    (one, metrics), (many, there) = step_on(1, batch), step_on(devices, batch)
-    assert metrics.keys() == there.keys() == {"loss", "tokens", "grad_norm", "indexer_kl"}
-    assert metrics["tokens"] == there["tokens"]
+def compare(devices, batch, parts=1):
+    (one, metrics), (many, there) = step_on(1, batch), step_on(devices, batch, parts)
+    assert metrics.keys() == there.keys() == {"loss", "tokens", "grad_norm", "indexer_kl", "going"}
+    assert metrics["tokens"] == there["tokens"] and metrics["going"] and there["going"]
     for name in metrics:
         np.testing.assert_allclose(there[name], metrics[name], rtol=1e-5, err_msg=name)
     for (module, name, left), (_, _, right) in zip(*map(hk.data_structures.traverse, (one, many)), strict=True):
         off = abs(left - right).max() / max(abs(left).max(), 1e-30)
         assert off < 1e-5, (module, name, float(off))
+    apart = optax.tree.norm(jax.tree.map(np.subtract, one, many))
+    assert apart <= 1e-6 * metrics["grad_norm"], float(apart / metrics["grad_norm"])
     return metrics
 
 
@@ -97,6 +101,19 @@ nothing = compare(4, make_batch((0, 0, 0, 0), padded=(0, 1, 2, 3)))
 assert [float(nothing[name]) for name in ("loss", "tokens", "grad_norm", "indexer_kl")] == [0.0] * 4
 untaught = compare(2, make_batch((32, 8, 0, 1), longest=3))  # no document has a whole entry
 assert untaught["indexer_kl"] == 0.0 and untaught["loss"] > 1.0
+
+# Micro-batches: what counts are the real tokens, not the rows, of each.
+def make_uneven(*real):
+    batch = make_batch((104,) * 4, seq_len=104)
+    for row, number in enumerate(real):
+        batch["segments"][row, number:] = -1
+        batch["targets"][row, number:] = NO_TARGET
+    return batch
+
+
+for real in ((11, 101, 104, 3), (101, 11, 0, 0)):
+    for devices, parts in ((1, 2), (1, 4), (2, 2)):
+        assert compare(devices, make_uneven(*real), parts)["tokens"] == sum(real)
 
 asked = make_batch((1, 0, 6, 5), padded=(1,), cuts=((0, 10),))
 one, four = measure(1, asked), measure(4, asked)
@@ -122,6 +139,9 @@ squares = np.where(real, (rows["x"] * 3.0) ** 2, 0.0).astype(np.float64).sum()
 np.testing.assert_allclose(slope, 2.0 * 2 * 1.5 * squares / real.sum(), rtol=1e-6)
 np.testing.assert_allclose(means["a"].mean(), 1.5**2 * squares / real.sum(), rtol=1e-6)
 assert (means["a"].count, means["b"].count) == (real.sum(), 8)
+parts = parallel.gradients(terms, {"a": 2.0, "absent": 1.0}, mesh(4), parts=2)
+in_parts, _ = jax.jit(parts)(jnp.float32(1.5), jnp.float32(3.0), parallel.distribute(rows, mesh(4)))
+np.testing.assert_allclose(in_parts, slope, rtol=1e-6)
 assert slope.sharding.is_fully_replicated
 """
 

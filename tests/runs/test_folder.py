@@ -53,7 +53,18 @@ def test_second_owner_is_told_who_the_first_is(hold, tmp_path):
     assert folder.in_use(path) == ""
     with folder.owned(path):
         assert files.read_json(path / "owner.json")["process"] == os.getpid()
-    assert sorted(file.name for file in path.iterdir()) == ["lock"]
+        (path / "config.json").write_text("{}")
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "lock"]
+
+
+def test_a_folder_that_stays_empty_is_removed_again_with_those_made_for_it(tmp_path):
+    with folder.owned(tmp_path / "runs" / "of" / "one"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs" / "there").mkdir(parents=True)
+    with folder.owned(tmp_path / "runs" / "there"), folder.owned(tmp_path / "runs" / "new"):
+        pass
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["there"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -93,7 +93,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    "with_wandb", [pytest.param(False, id="run", marks=pytest.mark.slow), pytest.param(True, id="run and wandb")]
+    "with_wandb",
+    [
+        pytest.param(False, id="run", marks=pytest.mark.slow),
+        pytest.param(True, id="run and wandb", marks=pytest.mark.slow),
+    ],
 )
 def test_union_of_wandbs_files_has_every_step_once_after_kills(tmp_path, with_wandb):
     """wandb writes its files in blocks: what was in the last one is lost with it, and sent by the next start."""
@@ -119,7 +123,8 @@ def test_union_of_wandbs_files_has_every_step_once_after_kills(tmp_path, with_wa
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGKILL))],
 )
 def test_signal_to_all_of_wandb_costs_one_line(tmp_path, number):
     """As Slurm sends it to every process of a job."""

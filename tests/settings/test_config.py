@@ -21,7 +21,7 @@ from research.settings.attention import Attention, Kernel
 from research.settings.config import Settings, base_config, from_json, groups, read
 from research.settings.group import NOT_NEGATIVE, POSITIVE, UNSET_OR_MORE, Group
 from research.training import run
-from research.validation import validate
+from research.validation import notes, validate
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -138,6 +138,10 @@ def test_every_setting_is_read(monkeypatch, tmp_path):
     assert names - reads - written_reads() == {"train.read_by_nobody"}
 
 
+FLOATS = [
+    f"{name}.{field.name}" for name, group in groups() for field in dataclasses.fields(group) if field.type is float
+]
+NO_NUMBERS = [float("nan"), float("inf"), float("-inf")]
 PAIR = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2}
 SPLASH = {"attention.backend": "splash"}
 REFUSED = [
@@ -247,7 +251,19 @@ REFUSED = [
     ({"data.chunk_len": 513}, "data.chunk_len=513: must be from 1 to seq_len=512, or 0"),
     ({"data.chunk_len": 100}, "data.chunk_len=100: must be a multiple of 128, .*align_starts=False"),
     ({"data.validation_fraction": 0.0}, "data.validation_fraction=0.0: must be between 0 and 1, both excluded"),
-    ({"data.validation_fraction": float("nan")}, "data.validation_fraction=nan: must be between 0 and 1"),
+    *[({name: value}, f"{name}={value}: must be finite") for name in FLOATS for value in NO_NUMBERS],
+    *[({"run.id": name}, f"run.id='{name}': must be a relative path") for name in (".", "..", "a/../b", "/a", "a//b")],
+    ({"run.id": 256 * "x"}, "run.id='x*': must be .*255 bytes"),
+    ({"run.root": ""}, "run.root='': must be a folder"),
+    ({"train.accumulate": 3}, "train.accumulate=3: must be a divisor of data.batch_size=4"),
+    ({"train.accumulate": 0}, "train.accumulate=0: must be positive"),
+    ({"train.ahead": -1}, "train.ahead=-1: must be 0 or more"),
+    *[
+        ({f"rope.yarn_{name}": 2}, f"rope.yarn_{name}=2: must be left at .* with yarn_factor=1")
+        for name in ("original_length", "beta_fast", "beta_slow")
+    ],
+    ({"rope.yarn_factor": 2.0, "rope.yarn_beta_slow": 32.0}, "rope.yarn_beta_slow=32.0: must be below yarn_beta_fast"),
+    ({"data.validation_fraction": float("nan")}, "data.validation_fraction=nan: must be finite and between 0 and 1"),
     ({"data.validation_fraction": -0.1}, "data.validation_fraction=-0.1: must be between 0 and 1"),
     ({"data.chunk_len": -1}, "data.chunk_len=-1: must be 0 or more"),
     ({"data.validation_fraction": 1.0}, "data.validation_fraction=1.0: must be between 0 and 1, both excluded"),
@@ -292,6 +308,79 @@ def test_impossible_setting_is_named_with_what_is_allowed(overrides, message):
         validate(changed(overrides))
     assert re.match(rf"config\.{message}", str(refusal.value)), refusal.value
     assert "\n" not in str(refusal.value)
+
+
+IDLE = {
+    **dict.fromkeys(("attention.csa_ratio", "attention.top_k", "attention.index_heads"), ("sliding", "hca")),
+    **dict.fromkeys(("attention.index_head_width", "attention.indexer_loss_weight"), ("sliding", "hca")),
+    "attention.hca_ratio": ("sliding", "csa"),
+    **dict.fromkeys(("rope.compressed_theta", "rope.yarn_factor"), ("sliding",)),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_setting_that_no_layer_reads_may_stand_in_a_config_and_is_no_override(name):
+    """A config sets it for the kinds that a sweep varies."""
+    settings = changed({"model.layers": IDLE[name], name: fields.value(base_config(), name) * 2})
+    with pytest.raises(SettingError, match=rf"{name}=.*: must be left at .*: model.layers has no "):
+        settings.refuse_idle([name, "seed", "attention.window"])
+    Settings().refuse_idle([name])
+    changed({name: fields.value(base_config(), name) * 2}).refuse_idle([name])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        ({"attention.window": 512}, "attention.window=512: no effect on sequences of 512 tokens"),
+        ({"attention.hca_ratio": 513}, "attention.hca_ratio=513: sequences of 512 tokens have no entry"),
+        ({"attention.csa_ratio": 1024}, "attention.csa_ratio=1024: sequences of 512 tokens have no entry"),
+        ({"attention.top_k": 128}, "attention.top_k=128: no effect on sequences of 512 tokens, which have 128 entries"),
+        ({"attention.indexer_loss_weight": 0.0}, "attention.indexer_loss_weight=0.0: the indexer selects and is not"),
+    ],
+    ids=str,
+)
+def test_what_only_this_length_leaves_idle_is_noted(overrides, note):
+    overrides = overrides | {"data.align_starts": False}
+    (said,) = notes(validate(changed(overrides)))
+    assert said.startswith(f"config.{note}")
+    assert notes(validate(Settings())) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("train.steps", "5e0", 5),
+        ("train.steps", "4.0", 4),
+        ("train.steps", "0x10", 16),
+        ("optimizer.learning_rate", "1", 1.0),
+        ("attention.sinks", "False", False),
+        ("model.layers", "hca", ("hca",)),
+        ("model.layers", "hca,csa", ("hca", "csa")),
+        ("model.layers", "('hca', 'csa')", ("hca", "csa")),
+        ("data.path", "a=b", "a=b"),
+    ],
+)
+def test_texts_of_command_lines_become_values(name, text, value):
+    found = fields.from_text(base_config(), name, text)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("train.steps", "5.5", "an integer"),
+        ("train.steps", "many", "an integer"),
+        ("train.steps", "inf", "an integer"),
+        ("train.steps", "", "an integer"),
+        ("optimizer.learning_rate", "fast", "a number"),
+        ("attention.sinks", "maybe", "true or false"),
+        ("model.layers", "('hca'", "words, as csa,hca"),
+        ("model.layers", "(1, 2)", "words, as csa,hca"),
+    ],
+)
+def test_texts_of_another_type_are_refused(name, text, words):
+    with pytest.raises(SettingError, match=re.escape(f"config.{name}={text!r}: must be {words}")):
+        fields.from_text(base_config(), name, text)
 
 
 def test_every_number_has_a_bad_value_above():

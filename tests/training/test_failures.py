@@ -13,7 +13,7 @@ from research.errors import ConfigError
 from research.runs import files, tracking
 from research.runs.folder import read_rows
 from research.settings.config import read
-from research.training import inspection, loop, run
+from research.training import inspection, loop, run, steps
 from tests import tiny
 
 QUIET = rich.console.Console(quiet=True)
@@ -93,7 +93,7 @@ def test_nan_is_told_also_where_nothing_can_be_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(inspection, "keep", refuse)
     message = r"^loss is nan at step 3; its state and batch could not be kept: .*No space left on device: 'there'$"
     with pytest.raises(errors.NonFiniteLossError, match=message):
-        loop._require_finite({"loss": float("nan")}, 3, tmp_path, None)
+        steps.require_finite({"loss": float("nan")}, 3, tmp_path, None)
 
 
 @pytest.mark.parametrize(("root", "reason"), [("file", "Not a directory"), ("/proc/self", "No such file or directory")])

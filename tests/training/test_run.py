@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import socket
+import types
 
 import grain
 import jax
@@ -18,11 +19,11 @@ from research.model import language_model
 from research.runs import checkpoints
 from research.runs.folder import read_rows, read_starts
 from research.settings.config import read
-from research.training import inspection, loop, optimizer, run, trainer
+from research.training import inspection, optimizer, run, steps, trainer
 from research.training import step as step_lib
 from tests import tiny
 
-TIMES = {"data_seconds", "step_seconds", "tokens_per_second"}
+TIMES = {"data_seconds", "step_seconds", "elapsed_seconds", "tokens_per_second", "peak_host_bytes"}
 
 
 def make(root, name, **overrides):
@@ -185,8 +186,41 @@ def check_inspection(config, message, updates):
             assert any(piece in texts[name] for name in names)
 
 
-def test_nan_loss_names_its_step_and_is_recorded(root, unbroken):
-    config = make(root, "diverged", optimizer__learning_rate=1e30, seed=1)
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_updates_started_ahead_are_the_same_updates(root, unbroken, ahead):
+    config = make(root, f"ahead-{ahead}", train__ahead=ahead)
+    train(config)
+    assert rows(folder_of(config)) == rows(folder_of(unbroken))
+    jax.tree.map(np.testing.assert_array_equal, final_state(config), final_state(unbroken))
+
+
+def test_no_update_is_started_beyond_one_whose_state_is_needed(root):
+    config = make(root, "due", train__ahead=10, train__eval_every=6, train__checkpoint_every=4, train__steps=20)
+    until = steps.Steps(pathlib.Path("none"), read(config), types.SimpleNamespace(done=0), None)._start_until
+    assert [until(step) for step in (1, 4, 5, 6, 7, 13, 17, 20)] == [4, 4, 6, 6, 8, 16, 18, 20]
+    config.profile.steps = 2
+    until = steps.Steps(pathlib.Path("none"), read(config), types.SimpleNamespace(done=0), None)._start_until
+    assert [until(step) for step in (1, 3, 19)] == [1, 3, 19]
+
+
+def test_rows_tell_learning_rate_tokens_epoch_time_and_memory(unbroken):
+    spec = Spec.make(read(unbroken))
+    found, training = read_rows(folder_of(unbroken)), trainer.Trainer(read(unbroken))
+    batches, epoch = training.data.train_iterator(), training.data.describe()["training_bytes"]
+    seen, schedule = 0, optimizer.learning_rate(spec.settings)
+    for step, row in enumerate(found):
+        seen += int((next(batches)["segments"] >= 0).sum())
+        assert (row["tokens_seen"], row["epoch"]) == (seen, seen / epoch)
+        np.testing.assert_allclose(row["learning_rate"], schedule(step), rtol=1e-6)
+        assert row["peak_host_bytes"] > 2**20
+    elapsed = [row["elapsed_seconds"] for row in found]
+    assert elapsed == sorted(elapsed)
+    assert elapsed[-1] > sum(row["step_seconds"] for row in found)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_nan_loss_names_its_step_and_is_recorded(root, unbroken, ahead):
+    config = make(root, f"diverged-{ahead}", optimizer__learning_rate=1e30, seed=1, train__ahead=ahead)
     with pytest.raises(errors.NonFiniteLossError, match=r"loss is (nan|inf) at step 2; state and batch are in"):
         train(config)
     summary = json.loads((folder_of(config) / "summary.json").read_text())
@@ -244,7 +278,7 @@ def test_nan_in_validation_keeps_the_batch_that_made_it(compiled):
     folder = folder_of(config)
     folder.mkdir()
     with pytest.raises(errors.NonFiniteLossError, match=r"^val_loss is nan at step 1; state and validation batch are"):
-        loop._require_finite({"loss": 1.0} | row, 1, folder, training)
+        steps.require_finite({"loss": 1.0} | row, 1, folder, training)
     kept = dict(np.load(folder / "nonfinite" / "batch.npz"))
     jax.tree.map(np.testing.assert_array_equal, kept, batches[place])
     names = json.loads((folder / "nonfinite" / "documents.json").read_text())
@@ -257,15 +291,20 @@ def test_a_measure_that_is_not_finite_is_no_number_to_record(tmp_path, monkeypat
     monkeypatch.setattr(inspection, "keep", lambda *_, validating: f"validating: {validating}")
     row = {"loss": 1.0, "val_loss": 2.0, "val_indexer_kl": float("inf")}
     with pytest.raises(errors.NonFiniteLossError, match=r"^val_indexer_kl is inf at step 4; validating: True$"):
-        loop._require_finite(row, 4, tmp_path, None)
+        steps.require_finite(row, 4, tmp_path, None)
     row = {"loss": 1.0, "indexer_kl": float("nan"), "val_loss": 2.0}
     with pytest.raises(errors.NonFiniteLossError, match=r"^indexer_kl is nan at step 4; validating: False$"):
-        loop._require_finite(row, 4, tmp_path, None)
+        steps.require_finite(row, 4, tmp_path, None)
 
 
 @pytest.mark.parametrize(("field", "setting"), [("attention__schedule", "none"), ("data__path", "/nothing/there")])
-def test_invalid_config_is_recorded(root, field, setting):
-    config = make(root, f"invalid-{field}", **{field: setting})
+def test_refused_config_leaves_nothing(tmp_path, root, unbroken, field, setting):
+    """No folder, so that the id is free; and of a run that is there nothing less or more."""
+    config = make(tmp_path / "new" / "runs", "refused", **{field: setting})
     with pytest.raises(ConfigError, match=rf"config\.{field.replace('__', '.')}="):
         train(config)
-    assert json.loads((folder_of(config) / "summary.json").read_text())["status"] == "invalid config"
+    assert list(tmp_path.iterdir()) == []
+    before = {path: path.stat() for path in sorted(folder_of(unbroken).rglob("*"))}
+    with pytest.raises(ConfigError, match="holds a run with other settings"):
+        train(make(root, "unbroken", **{field: setting}))
+    assert {path: path.stat() for path in sorted(folder_of(unbroken).rglob("*"))}.keys() == before.keys()

@@ -105,6 +105,7 @@ def test_second_start_is_refused_and_the_first_goes_on_unharmed(start, tmp_path)
     assert files.read_json(folder / "summary.json")["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_signal_in_validation_is_heard_and_the_step_is_saved_before(start, tmp_path):
     """The last step is saved, and validated by the next start; so is one that was due."""
     folder = tmp_path / "run"
