@@ -43,3 +43,6 @@ class _Patient:
             os.close(nowhere)
             if self._notice:
                 print(self._notice, file=sys.stderr, flush=True)
+        except OSError as error:
+            error.filename = self._stream.name
+            raise

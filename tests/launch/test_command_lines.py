@@ -246,6 +246,14 @@ def test_a_reader_that_goes_away_does_not_stop_a_run(tmp_path):
     assert (tmp_path / "runs" / "one" / "summary.json").exists()
 
 
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
+def test_output_that_does_not_fit_the_disk_is_a_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, ROOT / "launch" / "masks.py", "--seq_len=256", "--block=128", "--runs=r"]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "disk full: [Errno 28] No space left on device: '<stdout>'\n")
+
+
 def test_an_encoding_that_lacks_letters_is_no_crash(tmp_path):
     for launcher, *arguments in (("train", "--help"), ("bench", "--help"), ("train", TINY, "--dry_run")):
         code, out, err = run(launcher, *arguments, cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
