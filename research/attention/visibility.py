@@ -49,6 +49,11 @@ class SlidingWindow:
                 raise ValueError(f"{type(self).__name__}.{field.name}={getattr(self, field.name)}: must be positive")
 
     @property
+    def reach(self) -> int:
+        """Number of local keys, counted back from the query's own, among which are all that it sees."""
+        return self.window
+
+    @property
     def stride(self) -> int:
         """Tokens between the starts of consecutive entries; 1 if there are no entries."""
         return 1

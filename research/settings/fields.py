@@ -1,5 +1,6 @@
 """Fields of a config by their dotted names: reading, setting and comparing them."""
 
+import ast
 import dataclasses
 import difflib
 import json
@@ -7,7 +8,6 @@ from typing import Any
 
 import ml_collections
 from absl import flags
-from ml_collections.config_flags import tuple_parser
 
 from research.errors import ConfigError, SettingError
 from research.settings.config import Settings
@@ -77,11 +77,12 @@ def _integer(text: str) -> int:
 
 def _words(text: str) -> tuple[str, ...]:
     """Of `('hca', 'csa')`, `hca,csa` or `hca`."""
-    plain = not set(text) & set("()[]'\"")
-    found = tuple(text.split(",")) if plain else tuple_parser.TupleParser().parse(text)
-    if not all(isinstance(word, str) for word in found):
-        raise ValueError(f"{text}: not of words")
-    return found
+    if not set(text) & set("()[]'\""):
+        return tuple(text.split(","))
+    found = ast.literal_eval(text)
+    if not isinstance(found, list | tuple) or not all(isinstance(word, str) for word in found):
+        raise ValueError(f"{text}: not words")
+    return tuple(found)
 
 
 _TYPES = {

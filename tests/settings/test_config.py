@@ -259,8 +259,8 @@ REFUSED = [
     ({"train.accumulate": 0}, "train.accumulate=0: must be positive"),
     ({"train.ahead": -1}, "train.ahead=-1: must be 0 or more"),
     *[
-        ({f"rope.yarn_{name}": 2}, f"rope.yarn_{name}=2: must be left at .* with yarn_factor=1")
-        for name in ("original_length", "beta_fast", "beta_slow")
+        ({f"rope.yarn_{name}": value}, f"rope.yarn_{name}={value}: must be left at .* with yarn_factor=1")
+        for name, value in (("original_length", 2), ("beta_fast", 2.0), ("beta_slow", 2.0))
     ],
     ({"rope.yarn_factor": 2.0, "rope.yarn_beta_slow": 32.0}, "rope.yarn_beta_slow=32.0: must be below yarn_beta_fast"),
     ({"data.validation_fraction": float("nan")}, "data.validation_fraction=nan: must be finite and between 0 and 1"),

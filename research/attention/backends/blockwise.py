@@ -123,7 +123,7 @@ def cost(attend: Attend, sizes: Sizes, effective: Effective) -> tuple[Pass, Pass
     """See `attend.Backend`. The keys of a block of queries are read once for all heads."""
     visibility, block_q, seq_len = attend.visibility, effective["block_q"], sizes.seq_len
     ends = np.arange(block_q, seq_len + block_q, block_q)
-    keys = np.full(len(ends), block_q + min(visibility.window, seq_len) - 1)
+    keys = np.full(len(ends), block_q + min(visibility.reach, seq_len) - 1)
     if effective.get("schedule") == "gather":
         keys = keys + min(visibility.top_k, visibility.num_entries(seq_len))
     elif "block_kv" in effective:
@@ -156,7 +156,7 @@ class _Plan:
     @property
     def reach(self) -> int:
         """Number of local keys before a block that its first query may see."""
-        return min(self.visibility.window, self.seq_len) - 1
+        return min(self.visibility.reach, self.seq_len) - 1
 
     @property
     def q_len(self) -> int:

@@ -243,9 +243,13 @@ def test_bfloat16(strategy, visibility):
     exact = {name: None if x is None else np.asarray(x) for name, x in arguments.items()}
     exact |= {name: exact[name].astype(np.float64) for name in ("q", "local", "compressed")}
     right = attention(exact, visibility, d_out)
-    errors = {name: rms(np.asarray(x, np.float64) - right[name]) / rms(right[name]) for name, x in results.items()}
+    errors = {
+        name: rms(np.asarray(x, np.float64) - right[name]) / rms(right[name])
+        for name, x in results.items()
+        if right[name].size
+    }
     for name, bound in {"out": 2e-3, "q": 3.5e-3, "local": 3.5e-3, "compressed": 3.5e-3}.items():
-        assert errors[name] < bound or not right[name].size, errors
+        assert errors.get(name, 0.0) < bound, errors
     if strategy.backend != "dot_product":  # which keeps the weights themselves
         [logsumexp] = [np.asarray(x[0]) for x in kept if x.dtype == jnp.float32 and x.ndim == 3]
         logsumexp = logsumexp.T if len(logsumexp) == lib.HEADS else logsumexp
