@@ -271,7 +271,10 @@ def test_a_plot_is_what_its_name_says(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_measurement_that_is_stopped_shows_what_is_done_and_goes_on(number, tmp_path):
     command = ("selection", "--lengths=256,262144", "--top_k=16", "--runs=r")
-    process = start(*command, cwd=tmp_path)
+    # Where tests run in the background, SIGINT is ignored, and stays so in what they start.
+    arguments = ["env", "--default-signal=INT", sys.executable, ROOT / "launch" / f"{command[0]}.py", *command[1:]]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(arguments, cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **output)
     results = tmp_path / "r" / "selection" / "results.jsonl"
     while process.poll() is None and not (results.exists() and results.read_text().count("\n") >= 3):
         time.sleep(0.05)
