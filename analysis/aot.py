@@ -19,7 +19,7 @@ _PANELS = {
 
 def draw(rows: list[dict], file: pathlib.Path | io.BytesIO) -> None:
     """Writes a PNG of forward and backward together: a line for every program and schedule, crosses where it failed."""
-    table = frame.of_aot(rows)
+    table = frame.aot_table(rows)
     table = table[table["phase"].isin(["forward_backward", "update"])]
     figure, axes = plt.subplots(2, 2, figsize=(17, 10), layout="constrained")
     figure.suptitle("Forward and backward, compiled ahead of time; failures are crosses on the lower edge")
@@ -34,7 +34,7 @@ def draw(rows: list[dict], file: pathlib.Path | io.BytesIO) -> None:
 
 
 def lines(panel: plt.Axes, groups: Groups, column: str, heading: str, factor: float) -> None:
-    """Draws a column against length, a line for each of the groups of `frame.of_aot` by setting."""
+    """Draws a column against length, a line for each of the groups of `frame.aot_table` by setting."""
     panel.set_xscale("log", base=2)
     for number, (name, group) in enumerate(groups):
         look = style.line(number)

@@ -16,7 +16,7 @@ _PANELS = {
 
 def draw(rows: list[dict], file: pathlib.Path | io.BytesIO) -> None:
     """Writes a PNG of forward and backward together: a line for every setting, crosses where it failed."""
-    table = frame.of_aot(rows)
+    table = frame.aot_table(rows)
     groups = list(table[table["phase"] == "forward_backward"].groupby("setting", sort=False))
     figure, panels = plt.subplots(1, len(_PANELS), figsize=(17, 5), layout="constrained")
     figure.suptitle("Forward and backward; failures are crosses on the lower edge")

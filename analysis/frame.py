@@ -18,7 +18,7 @@ _NUMBERS = {
 }
 
 
-def of_aot(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def aot_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Rows of `launch/aot.py` or `bench.py`: `setting`, what took effect; `useful_fraction` of the scheduled FLOPs."""
     table = pd.json_normalize([{**row, "effective": row.get("effective", {})} for row in rows])
     for column in (

@@ -49,8 +49,8 @@ def picture(panel: Panel, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     entries = visibility.num_entries(SEQ_LEN)
     if not entries:
         return local, np.zeros((SEQ_LEN, 0), int)
-    of_entry = entry_segments(segments, visibility.ratio)
-    complete = visibility.entry_mask(t, np.arange(entries), segments[:, None], of_entry)
+    entry_ids = entry_segments(segments, visibility.ratio)
+    complete = visibility.entry_mask(t, np.arange(entries), segments[:, None], entry_ids)
     chosen = complete
     if visibility.selects:
         scores = np.where(complete, np.random.default_rng(seed).random(complete.shape), -1.0)

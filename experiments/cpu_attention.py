@@ -59,8 +59,8 @@ def report(rows: list[dict]) -> list[str]:
     """The ratios that answer the question, under the default blocks."""
     found, csa = {}, {}
     for row in rows:
-        of_interest = row["phase"] == "forward_backward" and row["status"] == "ok" and row["backend"] != "splash"
-        if of_interest and row["requested"]["block_q"] == 0:
+        compared = row["phase"] == "forward_backward" and row["status"] == "ok" and row["backend"] != "splash"
+        if compared and row["requested"]["block_q"] == 0:
             schedule = row["requested"]["csa_schedule" if row["visibility"] == "csa" else "schedule"]
             if schedule == "auto":
                 found[row["visibility"], row["backend"], row["seq_len"]] = row

@@ -18,7 +18,7 @@ import rich.console
 import rich.table
 from absl import flags as absl_flags
 
-from launch import flags, measuring
+from launch import flags, measuring, presets
 from research.errors import ConfigError
 from research.settings.config import Settings
 from research.sweeps import experiment
@@ -87,7 +87,7 @@ def _conclude(console: rich.console.Console, settings: Settings, name: str, rows
         raise ConfigError("no setting of the search compiles; the table says why")
     console.print(f"Nothing beats these {len(front)} of {len(rows)}:")
     console.print(_table(front))
-    path = flags.save_preset(settings.run.root, name, front[0]["overrides"])
+    path = presets.save(settings.run.root, name, front[0]["overrides"])
     console.print(f"preset {name}: {experiment.label(front[0]['overrides'])} in {path}", soft_wrap=True)
 
 

@@ -46,7 +46,7 @@ def main() -> int:
     plot = pathlib.Path(_PLOT.value).expanduser() if _PLOT.value else None
     if plot:
         style.check_file("--plot", plot)
-    console = measuring.console(of_rows=_JSON.value)
+    console = measuring.console(to_stderr=_JSON.value)
     if flags.given():
         planned, settings, name = _sweep(console), flags.common_settings(), measuring.sweep_folder()
     else:

@@ -60,9 +60,9 @@ def lengths() -> list[int]:
     return [int(text) for text in texts]
 
 
-def console(*, of_rows: bool = False) -> rich.console.Console:
+def console(*, to_stderr: bool = False) -> rich.console.Console:
     """Where tables and progress go; to stderr where stdout is for rows."""
-    return rich.console.Console(stderr=of_rows, width=None if sys.stdout.isatty() else 160)
+    return rich.console.Console(stderr=to_stderr, width=None if sys.stdout.isatty() else 160)
 
 
 def folder(root: str, name: str, below: str) -> pathlib.Path:

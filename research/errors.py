@@ -115,7 +115,7 @@ def kind(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def of_disk(path: str | os.PathLike) -> Iterator[None]:
+def disk_errors(path: str | os.PathLike) -> Iterator[None]:
     """Within it, an OSError names a file, `path` if it says no other: writing to a full disk names none.
 
     What tensorstore says of a file (a ValueError, also as the cause of what orbax makes of it; RESOURCE_EXHAUSTED for a
@@ -137,7 +137,7 @@ def of_disk(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def of_memory(doing: str, advice: str) -> Iterator[None]:
+def memory_errors(doing: str, advice: str) -> Iterator[None]:
     """Within it, running out of memory is a MemoryError of one line: what was being done, and what may help."""
     try:
         yield

@@ -43,6 +43,6 @@ CHIPS = {
 NAMES = tuple(chip.name for chip in CHIPS.values())
 
 
-def of_device(kind: str) -> Chip | None:
+def find_chip(kind: str) -> Chip | None:
     """The chip of a JAX device kind, None where it is not in the table."""
     return CHIPS.get(kind)

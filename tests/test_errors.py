@@ -38,23 +38,23 @@ FULL = (
 def test_full_disk_is_not_taken_for_memory():
     with (
         pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '/runs/5/'$") as raised,
-        errors.of_disk("/runs"),
+        errors.disk_errors("/runs"),
     ):
         raise ValueError(FULL)
     assert errors.kind(raised.value) == "disk full"
-    with pytest.raises(ValueError, match=r"^shape$"), errors.of_disk("/runs"):
+    with pytest.raises(ValueError, match=r"^shape$"), errors.disk_errors("/runs"):
         raise ValueError("shape")
-    with pytest.raises(OSError, match=r"^\[Errno 28\] full: '/runs'$"), errors.of_disk("/runs"):
+    with pytest.raises(OSError, match=r"^\[Errno 28\] full: '/runs'$"), errors.disk_errors("/runs"):
         raise OSError(errno.ENOSPC, "full")
 
 
 def test_out_of_memory_says_what_was_done_and_which_memory():
     text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 120G of 95G.\nA page of allocations"
-    with pytest.raises(MemoryError) as raised, errors.of_memory("compiling the step", "too much with x=1"):
+    with pytest.raises(MemoryError) as raised, errors.memory_errors("compiling the step", "too much with x=1"):
         raise jax.errors.JaxRuntimeError(text)
     assert str(raised.value) == (
         "compiling the step: out of memory in memory space hbm. Used 120G of 95G; too much with x=1"
     )
     assert errors.kind(raised.value) == "out of HBM"
-    with pytest.raises(ValueError, match=r"^shape$"), errors.of_memory("compiling the step", "x"):
+    with pytest.raises(ValueError, match=r"^shape$"), errors.memory_errors("compiling the step", "x"):
         raise ValueError("shape")

@@ -56,7 +56,7 @@ print("\n".join(module.report(rows)))
 # Forward and backward of everything that was tried, failures included:
 
 # %%
-table = frame.of_aot(rows)
+table = frame.aot_table(rows)
 table = table[table["phase"] == "forward_backward"]
 shown = table[["setting", "seq_len", "status"]].copy()
 shown["temp GiB"] = (table["temp_bytes"] / 2**30).round(2)

@@ -225,7 +225,7 @@ def platform() -> str:
     return jax.default_backend()
 
 
-def backend_of(name: str, on_platform: str) -> str:
+def resolve_backend(name: str, on_platform: str) -> str:
     """The backend for a value of `config.attention.backend`; 'auto' is the default backend of the platform.
 
     Raises:

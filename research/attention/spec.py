@@ -39,7 +39,7 @@ class Spec:
         if not layers or not set(layers) <= set(KINDS):
             raise SettingError("model.layers", layers, f"a non-empty tuple with members among {', '.join(KINDS)}")
         target = Target(platform or attend_lib.platform(), checks_memory)
-        attend_lib.backend_of(settings.attention.backend, target.platform)
+        attend_lib.resolve_backend(settings.attention.backend, target.platform)
         return cls(settings, target)
 
     @property
@@ -50,7 +50,7 @@ class Spec:
     @property
     def backend(self) -> str:
         """The name of the backend."""
-        return attend_lib.backend_of(self.settings.attention.backend, self.target.platform)
+        return attend_lib.resolve_backend(self.settings.attention.backend, self.target.platform)
 
     def visibility(self, kind: str) -> Visibility:
         """The visibility of layers of a kind, in the sparse stage."""

@@ -56,7 +56,7 @@ def programs(settings: Settings, platform: str = "tpu") -> list[Program]:
         if what == "step":
             kept = [keep(settings, "model", "attention", "rope", "optimizer", "train")]
         elif what == "layer":
-            alone = [settings.of_kind(kind) for kind in dict.fromkeys(settings.model.layers)]
+            alone = [settings.for_kind(kind) for kind in dict.fromkeys(settings.model.layers)]
             kept = [keep(one, "model", "attention", "rope") for one in alone]
         else:
             kept = [attention_alone(settings, kind) for kind in dict.fromkeys(settings.model.layers)]
@@ -69,7 +69,7 @@ def timeout(settings: Settings) -> float:
     return settings.aot.timeout_minutes * 60
 
 
-def chip_of(topology: str) -> hardware.Chip:
+def topology_chip(topology: str) -> hardware.Chip:
     """The chip in the name of a topology."""
     return next(chip for chip in hardware.CHIPS.values() if chip.name == topology.partition(":")[0])
 
@@ -127,7 +127,7 @@ def rows(program: Program) -> Iterator[dict[str, Any]]:
                 cost += roofline.Cost(0, 0, row["argument_bytes"] + row["output_bytes"])
         except Exception as error:
             row |= failure(error)
-        chip = chip_of(settings.aot.topology)
+        chip = topology_chip(settings.aot.topology)
         yield row | roofline.bound(cost, chip) | {"chip": chip.name}
 
 
@@ -168,7 +168,7 @@ def _op(spec: Spec) -> dict[str, _Asked]:
         out, pull_back = jax.vjp(lambda arguments: op(arguments, selected), arguments)
         return out, pull_back(d_out)
 
-    costs = {phase: roofline.of_op(op, phase) for phase in PHASES["op"]}
+    costs = {phase: roofline.op_cost(op, phase) for phase in PHASES["op"]}
     return {
         "forward": _Asked(op, (arguments, selected), costs["forward"]),
         "forward_backward": _Asked(forward_backward, (arguments, selected, arguments["q"]), costs["forward_backward"]),
@@ -194,7 +194,7 @@ def _layer(spec: Spec) -> dict[str, _Asked]:
         out, pull_back = jax.vjp(lambda params, x: layer.apply(params, None, x, positions), params, x)
         return out, pull_back(d_out)
 
-    cost = roofline.of_attention(spec) + roofline.of_matrices(spec, params)
+    cost = roofline.attention_cost(spec) + roofline.matrices_cost(spec, params)
     return {"forward_backward": _Asked(forward_backward, (params, x, positions, x), cost)}
 
 
@@ -205,7 +205,7 @@ def _step(spec: Spec) -> dict[str, _Asked]:
     batch = dict.fromkeys(("inputs", "targets", "positions", "segments"), tokens)
     update = step_lib.make_update(spec, language_model.build(spec), optimizer)
     unused = () if settings.model.tied_head else ("embed",)
-    cost = roofline.of_attention(spec) + roofline.of_matrices(spec, state.params, unused=unused)
+    cost = roofline.attention_cost(spec) + roofline.matrices_cost(spec, state.params, unused=unused)
     return {"update": _Asked(update, (state, batch), cost, donated=(0,))}
 
 

@@ -87,7 +87,7 @@ def measure(program: Program) -> dict[str, Any]:
       `peak_rss_bytes` of the process so far.
     """
     (op, effective), seq_len = _resolved(program.settings), program.settings.data.seq_len
-    lay, config = attend.kernel_of(op.visibility, seq_len, effective)
+    lay, config = attend.kernel_arguments(op.visibility, seq_len, effective)
     name, clock, block_q, block_kv = effective["schedule"], _Clock(), effective["block_q"], effective["block_kv"]
     infos, held, unique = _build(op.visibility, name, lay, config, clock)
     blocks = sum(held)
@@ -121,7 +121,7 @@ def measure(program: Program) -> dict[str, Any]:
 def block_grid(program: Program) -> tuple[np.ndarray, int, Effective]:
     """The forward schedule as kinds of blocks [q blocks, key blocks]; how many columns are local keys; what it used."""
     op, effective = _resolved(program.settings)
-    lay, config = attend.kernel_of(op.visibility, program.settings.data.seq_len, effective)
+    lay, config = attend.kernel_arguments(op.visibility, program.settings.data.seq_len, effective)
     (info, _), *_ = _build(op.visibility, effective["schedule"], lay, config, _Clock())
     grid = np.zeros((lay.q_len // config.block_q, lay.kv_len // config.block_kv), np.int32)
     active = np.asarray(info.block_mask) > 0

@@ -47,7 +47,7 @@ def programs(settings: Settings, platform: str) -> list[Program]:
     del platform
     found = []
     for kind in dict.fromkeys(settings.model.layers):
-        kept = keep(settings.of_kind(kind), model={"layers": (kind,), "hidden": _HIDDEN}, attention=SIZES)
+        kept = keep(settings.for_kind(kind), model={"layers": (kind,), "hidden": _HIDDEN}, attention=SIZES)
         found += [Program("peers", side, kept.replace(data={"batch_size": 1})) for side in PHASES]
     return found
 

@@ -82,7 +82,7 @@ def plan(name: str, target: str, common: Overrides, platform: str, *, checks_mem
       ConfigError: a point is invalid; names every such point.
     """
     measure, found = get(name), {}
-    for overrides, settings in sweep.settings_of(target, common, platform, checks_memory=checks_memory):
+    for overrides, settings in sweep.point_settings(target, common, platform, checks_memory=checks_memory):
         for program in measure.programs(settings, platform):
             found.setdefault(program, Planned(program, overrides, measure.timeout(settings)))
     return list(found.values())

@@ -69,7 +69,7 @@ def keep(settings: Settings, *groups: str, **changes: dict[str, Any]) -> Setting
 
 def attention_alone(settings: Settings, kind: str) -> Settings:
     """Of the attention of a kind of layers, all of its heads at once, without a layer around it."""
-    alone = settings.of_kind(kind).replace(attention={"heads_at_once": 0})
+    alone = settings.for_kind(kind).replace(attention={"heads_at_once": 0})
     return keep(alone, "attention", model={"layers": (kind,), "dtype": settings.model.dtype})
 
 

@@ -41,7 +41,7 @@ def bound(cost: Cost, chip: Chip) -> dict[str, Any]:
     }
 
 
-def of_op(op: Op, phase: str) -> Cost:
+def op_cost(op: Op, phase: str) -> Cost:
     """One attention; `phase` as in `op.PRODUCTS`."""
     forward, backward = op.attend.cost(op.sizes)
     parts = {"forward": forward, "backward": backward}
@@ -52,17 +52,17 @@ def of_op(op: Op, phase: str) -> Cost:
     return Cost(copies * flops, op.useful_flops(phase), copies * sum(one.moved_bytes for one in parts.values()))
 
 
-def of_attention(spec: Spec) -> Cost:
+def attention_cost(spec: Spec) -> Cost:
     """Forward and backward of all layers' attentions, with their indexers."""
     cost, settings = Cost(0, 0, 0), spec.settings
     for kind in settings.model.layers * settings.model.repeats:
-        cost += of_op(Op.make(spec, kind), "forward_backward")
+        cost += op_cost(Op.make(spec, kind), "forward_backward")
         if spec.visibility(kind).selects:
-            cost += of_index(spec)
+            cost += index_cost(spec)
     return cost
 
 
-def of_matrices(spec: Spec, params: Any, *, unused: tuple[str, ...] = ()) -> Cost:
+def matrices_cost(spec: Spec, params: Any, *, unused: tuple[str, ...] = ()) -> Cost:
     """Every matrix of a Haiku tree times every token: forward, and both products of the backward pass.
 
     Args:
@@ -78,7 +78,7 @@ def of_matrices(spec: Spec, params: Any, *, unused: tuple[str, ...] = ()) -> Cos
     return Cost(flops, flops, 0)
 
 
-def of_index(spec: Spec) -> Cost:
+def index_cost(spec: Spec) -> Cost:
     """Scores of all entries, of which half are complete on average, written and read once; not what teaches them."""
     attention, data = spec.settings.attention, spec.settings.data
     pairs = data.batch_size * data.seq_len * spec.selection.num_entries(data.seq_len)

@@ -55,7 +55,7 @@ def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _blocks(settings: Settings) -> list[dict[str, int]]:
     """Block sizes by the names of their settings, from the best pairs of each kernel."""
-    chip = aot.chip_of(settings.aot.topology)
+    chip = aot.topology_chip(settings.aot.topology)
     seconds: dict[str, list[tuple[float, tuple[int, int]]]] = {"forward": [], "backward": []}
     for pair in itertools.product(SIZES, SIZES):
         chosen = settings.replace(attention={"block_q": pair[0], "block_kv": pair[1]})
@@ -65,7 +65,7 @@ def _blocks(settings: Settings) -> list[dict[str, int]]:
             continue  # no legal pair for this length, or one whose list of blocks does not fit
         op = Op.make(spec, *spec.kinds)
         for phase, found in seconds.items():
-            found.append((roofline.bound(roofline.of_op(op, phase), chip)["roofline_seconds"], pair))
+            found.append((roofline.bound(roofline.op_cost(op, phase), chip)["roofline_seconds"], pair))
     best = {phase: [pair for _, pair in sorted(found)[:_KEPT]] for phase, found in seconds.items()}
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv")
     pairs = itertools.product(best["forward"], best["backward"])

@@ -94,12 +94,14 @@ def gradients(
 
         def loss(trained: Any) -> tuple[jax.Array, tuple[dict, Counts]]:
             own = terms(trained, fixed, part)
-            of_all = summed({name: mean.count for name, mean in own.items()}) if counts is None else counts
+            all_counts = summed({name: mean.count for name, mean in own.items()}) if counts is None else counts
             shares = [
-                weight * Mean(own[name].total, of_all[name]).mean() for name, weight in weights.items() if name in own
+                weight * Mean(own[name].total, all_counts[name]).mean()
+                for name, weight in weights.items()
+                if name in own
             ]
             # Not summed over the devices here: differentiated within shard_map, a sum's gradient is theirs times over.
-            return sum(shares), ({name: mean.total for name, mean in own.items()}, of_all)
+            return sum(shares), ({name: mean.total for name, mean in own.items()}, all_counts)
 
         return jax.grad(loss, has_aux=True)(trained)
 

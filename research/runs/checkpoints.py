@@ -136,14 +136,14 @@ class Writer:
         self._kept = _Kept(keep_last, keep_best, self._val_losses)
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, cleanup_tmp_directories=True)
         self._folder = folder.absolute()
-        with errors.of_disk(self._folder):
+        with errors.disk_errors(self._folder):
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        with errors.of_disk(self._folder):
+        with errors.disk_errors(self._folder):
             self._manager.close()
 
     def validated(self, val_losses: dict[int, float]) -> None:
@@ -173,12 +173,12 @@ class Writer:
         record = {"iterator": iterator, "arrays": _describe(state), "row": row or {}, "totals": totals or {}}
         record["crc32"] = _crc32(record)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
-        with errors.of_disk(self._folder):
+        with errors.disk_errors(self._folder):
             self._manager.save(step, args=items)
 
     def wait(self) -> None:
         """Returns when all is on the disk, and no more than is to be kept; raises as `save` does."""
-        with errors.of_disk(self._folder):
+        with errors.disk_errors(self._folder):
             self._manager.wait_until_finished()
             present = sorted(self._manager.all_steps())
             for step, kept in zip(present, self._kept.which(present), strict=True):
@@ -224,7 +224,7 @@ def _put_aside(folder: pathlib.Path, step: int) -> str:
 def _item(path: pathlib.Path, action: Callable[[], Any]) -> Any:
     """What `action` reads of the checkpoint at `path`; raises as `read` does."""
     try:
-        with errors.of_disk(path):
+        with errors.disk_errors(path):
             return action()
     except Exception as error:
         tells = isinstance(error, FileNotFoundError) or not isinstance(error, OSError)

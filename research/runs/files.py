@@ -26,7 +26,7 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
     """
     beside = path.with_name(path.name + ".new")
     try:
-        with errors.of_disk(path):
+        with errors.disk_errors(path):
             with open(beside, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -63,7 +63,7 @@ def read_json(path: pathlib.Path) -> Any:
 def append_line(path: pathlib.Path, row: dict[str, Any]) -> None:
     """Appends a row, of finite numbers, to a file of JSON lines that `repair_lines` has seen."""
     line = json.dumps(row, allow_nan=False) + "\n"
-    with errors.of_disk(path), open(path, "a", encoding="utf-8") as file:
+    with errors.disk_errors(path), open(path, "a", encoding="utf-8") as file:
         file.write(line)
 
 
@@ -106,7 +106,7 @@ def repair_lines(path: pathlib.Path) -> None:
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         warnings.warn(f"{path}, line {content.count(bytes([10])) + 1}: cut short, dropped", stacklevel=2)
-        with errors.of_disk(path), open(path, "r+b") as file:
+        with errors.disk_errors(path), open(path, "r+b") as file:
             file.truncate(whole)
 
 

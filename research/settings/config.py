@@ -76,7 +76,7 @@ class Settings(Group):
                 words = f"left at {settings.default(field)!r}: model.layers has no {kinds} layer"
                 raise settings.error(field, words)
 
-    def of_kind(self, kind: str) -> "Settings":
+    def for_kind(self, kind: str) -> "Settings":
         """Of one layer of that kind alone: what the others alone would read has its default."""
         attention = self.attention
         idle = [field.name for field in dataclasses.fields(attention) if field.metadata["only"] not in ("", kind)]

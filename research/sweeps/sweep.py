@@ -141,7 +141,7 @@ def skipped(point: Point, name: str, status: str) -> experiment.Row:
     return _row(point, {"status": f"skipped: {name} failed", "message": f"it is after {name}, which ended: {status}"})
 
 
-def settings_of(
+def point_settings(
     target: str, common: fields.Overrides, platform: str, *, checks_memory: bool = True
 ) -> list[tuple[fields.Overrides, Settings]]:
     """The points of a sweep as overrides and settings, each checked; `common` as in `plan`, the rest as in `validate`.

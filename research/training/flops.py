@@ -50,7 +50,7 @@ def per_token(spec: Spec, params: hk.Params) -> float:
 
 def utilisation(flops_per_second: float) -> dict[str, float]:
     """Model FLOPs utilisation as `mfu`: over the bfloat16 peak of all devices; empty where that is not known."""
-    chip = hardware.of_device(jax.devices()[0].device_kind)
+    chip = hardware.find_chip(jax.devices()[0].device_kind)
     return {} if chip is None else {"mfu": mfu(flops_per_second, chip.flops * jax.device_count())}
 
 

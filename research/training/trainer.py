@@ -224,7 +224,7 @@ def programs(
 
 
 def in_memory(settings: Settings, doing: str) -> contextlib.AbstractContextManager[None]:
-    """`errors.of_memory` with the settings that decide about memory."""
+    """`errors.memory_errors` with the settings that decide about memory."""
     sizes = (f"data.batch_size={settings.data.batch_size}", f"data.seq_len={settings.data.seq_len}")
     told = ", ".join(f"config.{setting}" for setting in (*sizes, f"model.remat={settings.model.remat}"))
-    return errors.of_memory(doing, f"too much with {told}")
+    return errors.memory_errors(doing, f"too much with {told}")

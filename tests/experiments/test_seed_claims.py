@@ -85,7 +85,7 @@ def test_report_of_little_says_little():
 
 def test_frames_keep_failures_and_name_what_took_effect(tmp_path):
     rows = files.read_lines(RESULTS)
-    table = frame.of_aot(rows)
+    table = frame.aot_table(rows)
     assert len(table) == len(rows)
     assert {"ok", "out of SMEM"} <= set(table["status"])
     fits = table[table["status"] == "ok"]

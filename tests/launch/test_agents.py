@@ -17,7 +17,7 @@ from ml_collections import config_flags
 from wandb import wandb_agent
 from wandb.sdk.launch.sweeps import utils as sweep_utils
 
-from launch import flags
+from launch import line
 from research.errors import ConfigError
 from research.settings import fields
 from research.sweeps import agents, experiment, sweep
@@ -82,7 +82,7 @@ def expanded(description, parameters, monkeypatch):
 
 def parsed(command):
     """The config that `launch/train.py` makes of a command line, and its overrides."""
-    arguments = flags.canonical(flags.read_line(command[3:]), takes_point=True)
+    arguments = line.canonical(line.read(command[3:]), takes_point=True)
     values = absl_flags.FlagValues()
     argv = ["train.py", *arguments]
     holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)

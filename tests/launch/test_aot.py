@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from launch import aot as launcher
-from launch import flags
+from launch import presets
 from research import exits
 from research.errors import ConfigError
 from research.settings.config import Settings
@@ -29,11 +29,11 @@ def test_without_libtpu_it_says_what_to_install(tmp_path):
 
 def test_a_preset_is_saved_and_read_by_name(tmp_path):
     preset = {"attention.block_q": 256, "model.layers": ("hca", "csa")}
-    path = flags.save_preset(str(tmp_path), "best", preset)
+    path = presets.save(str(tmp_path), "best", preset)
     assert json.loads(path.read_text()) == {"attention.block_q": 256, "model.layers": ["hca", "csa"]}
-    assert flags._preset(str(tmp_path), "best") == preset
+    assert presets.load(str(tmp_path), "best") == preset
     with pytest.raises(ConfigError, match=r"--preset=other: no .*other\.json; there are best"):
-        flags._preset(str(tmp_path), "other")
+        presets.load(str(tmp_path), "other")
 
 
 def test_a_search_saves_the_best_that_compiles(tmp_path):
@@ -46,6 +46,6 @@ def test_a_search_saves_the_best_that_compiles(tmp_path):
         for block, status, peak, seconds in ((128, "ok", 2, 2.0), (256, "ok", 2, 1.0), (512, "out of VMEM", 1, 0.5))
     ]
     launcher._conclude(rich.console.Console(quiet=True), settings, "best", rows)
-    assert flags._preset(str(tmp_path), "best") == {"attention.block_q": 256}
+    assert presets.load(str(tmp_path), "best") == {"attention.block_q": 256}
     with pytest.raises(ConfigError, match="no setting of the search compiles"):
         launcher._conclude(rich.console.Console(quiet=True), settings, "none", rows[2:])

@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from launch import flags
+from launch import line
 from research import exits
 from research.errors import ConfigError
 
@@ -124,7 +124,7 @@ def root(monkeypatch):
 
 def test_point_takes_an_override_that_says_the_same(root):
     for same in ("--config.data.seq_len=128", "--config.train.steps=12"):
-        target, *arguments = flags.canonical(flags.read_line([GRID, POINT, same]), takes_point=True)
+        target, *arguments = line.canonical(line.read([GRID, POINT, same]), takes_point=True)
         assert target == GRID
         assert set(arguments) == {same, "--config.attention.backend=blockwise", "--config.data.seq_len=128"}
 
@@ -139,7 +139,7 @@ def test_point_takes_an_override_that_says_the_same(root):
 )
 def test_point_refuses_an_override_that_says_otherwise(other, message, root):
     with pytest.raises(ConfigError) as error:
-        flags.canonical(flags.read_line([GRID, POINT, f"--config.{other}"]), takes_point=True)
+        line.canonical(line.read([GRID, POINT, f"--config.{other}"]), takes_point=True)
     assert str(error.value) == f"{message} backend=blockwise,seq_len=128 of {GRID.removeprefix('--config=')} has it"
 
 

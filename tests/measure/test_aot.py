@@ -80,15 +80,15 @@ def test_chips_are_devices_as_jax_shows_them():
     assert by_name["v5p"].flops == 459e12
     assert by_name["v5p"].hbm_bytes == 95 * 2**30
     assert by_name["tpu7x"].bandwidth == 3690e9  # half a chip
-    assert hardware.of_device("TPU v6 lite").name == "v6e"
-    assert hardware.of_device("cpu") is None
+    assert hardware.find_chip("TPU v6 lite").name == "v6e"
+    assert hardware.find_chip("cpu") is None
 
 
 @pytest.mark.parametrize("visibility", [SlidingWindow(100), HeavilyCompressed(128, 128)])
 def test_scheduled_flops_are_those_of_the_blocks_that_hold_a_visible_pair(visibility):
     options = Kernel("closed_form", block_q=128, block_kv=128, dq_reduction_steps=3)
     attend = Attend("splash", visibility, options, Target("tpu"))
-    cost = roofline.of_op(Op(attend, Sizes(640, 2, 16, "bfloat16", packed=False), 1), "forward")
+    cost = roofline.op_cost(Op(attend, Sizes(640, 2, 16, "bfloat16", packed=False), 1), "forward")
     pairs = visible(visibility, np.zeros(640, int))
     entries = np.pad(pairs[:, 640:], ((0, 0), (0, -pairs[:, 640:].shape[1] % 128)))
     columns = np.concatenate([pairs[:, :640], entries], axis=1)
@@ -100,7 +100,7 @@ def test_scheduled_flops_are_those_of_the_blocks_that_hold_a_visible_pair(visibi
 
 def test_dense_attention_schedules_every_pair():
     attend = Attend("dot_product", CompressedSparse(8, 4, 3), Kernel(), Target("cpu"))
-    cost = roofline.of_op(Op(attend, Sizes(64, 2, 16, "float32"), 2), "forward_backward")
+    cost = roofline.op_cost(Op(attend, Sizes(64, 2, 16, "float32"), 2), "forward_backward")
     assert cost.scheduled_flops == 7 * 2 * 64 * (64 + 16) * 16 * 2 * 2
 
 
@@ -117,9 +117,9 @@ def test_matrices_meet_every_token_and_vectors_none():
     learns = {
         weight: Spec.make(config_of(attention__indexer_loss_weight=weight, **size), "tpu") for weight in (1.0, 0.0)
     }
-    flops = {weight: roofline.of_matrices(spec, params).scheduled_flops for weight, spec in learns.items()}
+    flops = {weight: roofline.matrices_cost(spec, params).scheduled_flops for weight, spec in learns.items()}
     assert flops == {1.0: 2 * 10 * (15 + 4) * 3, 0.0: 2 * 10 * (15 * 3 + 4)}
-    assert roofline.of_matrices(learns[1.0], params, unused=("indexer",)).scheduled_flops == 2 * 10 * 15 * 3
+    assert roofline.matrices_cost(learns[1.0], params, unused=("indexer",)).scheduled_flops == 2 * 10 * 15 * 3
 
 
 def row(peak, seconds, compile_seconds, **others):

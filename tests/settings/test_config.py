@@ -85,7 +85,7 @@ def test_nothing_can_be_changed_once_it_is_read():
 
 def test_settings_of_one_kind_leave_the_others_out():
     settings = changed({"attention.csa_schedule": "stream", "attention.schedule": "static", "model.repeats": 3})
-    alone = {kind: settings.of_kind(kind) for kind in settings.model.layers}
+    alone = {kind: settings.for_kind(kind) for kind in settings.model.layers}
     assert {kind: of.model.layers for kind, of in alone.items()} == {kind: (kind,) for kind in alone}
     schedules = {kind: (of.attention.schedule, of.attention.csa_schedule) for kind, of in alone.items()}
     assert schedules == {"sliding": ("static", "auto"), "hca": ("static", "auto"), "csa": ("auto", "stream")}

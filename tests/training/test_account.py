@@ -126,7 +126,7 @@ def test_scores_cost_what_the_compiler_counts():
 
 def test_utilisation_is_told_for_chips_that_are_known(monkeypatch):
     assert flops.utilisation(1e12) == {}
-    monkeypatch.setattr(hardware, "of_device", lambda kind: hardware.CHIPS["TPU v5"] if kind == "cpu" else None)
+    monkeypatch.setattr(hardware, "find_chip", lambda kind: hardware.CHIPS["TPU v5"] if kind == "cpu" else None)
     assert flops.utilisation(459e12 / 4) == {"mfu": 0.25}
 
 

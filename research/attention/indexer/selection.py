@@ -87,7 +87,7 @@ def capped(
         block: tuple[Int32[Array, " Q"], tuple[Int32[Array, "B Q"], Bool[Array, "B Q C"]]],
     ) -> Int32[Array, "B Q 1"]:
         t, (segments, selected) = block
-        return _end_of_first(selected & visible_to(visibility, t, segments, entry_segments), visibility.top_k)
+        return _capped_end(selected & visible_to(visibility, t, segments, entry_segments), visibility.top_k)
 
     end = joined(jax.lax.map(end_in_block, (t, blocks)), seq_len)
     return selected & (jnp.arange(entries)[None, None] < end)
@@ -99,7 +99,7 @@ def at_most(selected: Bool[Array, "*rows C"], most: int) -> Bool[Array, "*rows C
     if entries <= most:
         return selected
     index = jnp.arange(entries).reshape(*(1,) * (selected.ndim - 1), entries)
-    return selected & (index < _end_of_first(selected, most))
+    return selected & (index < _capped_end(selected, most))
 
 
 def indices(selected: Bool[Array, "*rows C"], size: int) -> Int32[Array, "*rows K"]:
@@ -147,7 +147,7 @@ def joined(blocks: Shaped[Array, "blocks B Q *rest"], seq_len: int) -> Shaped[Ar
     return jnp.moveaxis(blocks, 0, 1).reshape(batch, count * size, *blocks.shape[3:])[:, :seq_len]
 
 
-def _end_of_first(selected: Bool[Array, "*rows C"], most: int) -> Int32[Array, "*rows 1"]:
+def _capped_end(selected: Bool[Array, "*rows C"], most: int) -> Int32[Array, "*rows 1"]:
     """An index per row: after the first `most` True entries, and not after the next True entry.
 
     Counts groups of entries, then entries in one group: a cumulative sum over all entries takes longer (LOG.md).

@@ -71,15 +71,15 @@ def test_unknown_backend_is_told_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"^config.attention.backend='flash': must be one of auto, dot_product, .*splash"
     ):
-        attend_lib.backend_of("flash", "cpu")
+        attend_lib.resolve_backend("flash", "cpu")
 
 
 def test_auto_follows_the_platform():
-    assert attend_lib.backend_of("auto", "tpu") == "splash"
+    assert attend_lib.resolve_backend("auto", "tpu") == "splash"
     for platform in ("cpu", "gpu"):
-        assert attend_lib.backend_of("auto", platform) == "blockwise"
+        assert attend_lib.resolve_backend("auto", platform) == "blockwise"
     for name in backends.NAMES:
-        assert attend_lib.backend_of(name, "cpu") == name
+        assert attend_lib.resolve_backend(name, "cpu") == name
 
 
 def test_shapes_are_checked_in_tests():

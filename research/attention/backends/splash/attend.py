@@ -104,7 +104,7 @@ def compute(attend: Attend, effective: Effective, inputs: Inputs) -> Float[Array
 
 def cost(attend: Attend, sizes: Sizes, effective: Effective) -> tuple[Pass, Pass]:
     """See `attend.Backend`. Counts the blocks that the kernels' index maps move between HBM and the core."""
-    layout, config = kernel_of(attend.visibility, sizes.seq_len, effective)
+    layout, config = kernel_arguments(attend.visibility, sizes.seq_len, effective)
     (first, _), (second, _) = closed_form.schedules(layout, config)
     size, width = jnp.dtype(sizes.dtype).itemsize, sizes.head_width
     q_bytes, kv_bytes = layout.q_len * width * size, layout.kv_len * width * size
@@ -132,7 +132,7 @@ def cost(attend: Attend, sizes: Sizes, effective: Effective) -> tuple[Pass, Pass
 def build_host(attend: Attend, sizes: Sizes, effective: Effective) -> None:
     """Computes and caches the part of a schedule that the host computes before tracing, if there is one."""
     if build := schedules.TABLE[effective["schedule"]].host:
-        build(*kernel_of(attend.visibility, sizes.seq_len, effective))
+        build(*kernel_arguments(attend.visibility, sizes.seq_len, effective))
 
 
 def _attend_one(
@@ -271,7 +271,7 @@ def _call_backward(
 _call.defvjp(_call_forward, _call_backward)
 
 
-def kernel_of(
+def kernel_arguments(
     visibility: Visibility, seq_len: int, effective: Effective
 ) -> tuple[layout_lib.Layout, splash.SplashConfig]:
     """The kernel's layout and tokamax's config, for the settings that `resolve` returned."""
