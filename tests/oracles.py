@@ -17,6 +17,7 @@ def visible(visibility, segments, selected=None) -> np.ndarray:
       bool [S, S + C], C of them whole windows.
     """
     segments = list(map(int, segments))
+    selected = None if selected is None else np.asarray(selected)  # an element of a JAX array takes a program each
     seq_len, ratio = len(segments), getattr(visibility, "ratio", 0)
     entries = seq_len // ratio if ratio else 0
     mask = np.zeros((seq_len, seq_len + entries), bool)

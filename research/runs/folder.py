@@ -10,7 +10,8 @@
 * `wandb/` and `wandb_id`: wandb's own files, and the id under which a resumed run goes on;
 * `lock`, and while it runs `owner.json`.
 
-One process owns the folder and writes; of several processes of one run it is the first. Readers change nothing.
+One process owns the folder and writes; of several processes of one run it is the first. Readers change nothing. JAX is
+imported where a process asks which one it is: readers need none.
 """
 
 import contextlib
@@ -28,7 +29,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import filelock
-import jax
 
 from research.errors import ConfigError, InUseError
 from research.runs import files
@@ -152,6 +152,8 @@ def record_start(folder: pathlib.Path, start: dict[str, Any]) -> None:
 
 def environment() -> dict[str, Any]:
     """What a start depends on beside its config: machine, devices, commit, and the version of all that is imported."""
+    import jax
+
     device = jax.devices()[0]
     return {
         "date": _now(),
@@ -193,6 +195,8 @@ _DECISIVE = ("jax", "jaxlib", "libtpu", "tokamax", "dm-haiku", "optax", "orbax-c
 
 def is_writer() -> bool:
     """Whether this process is the one that writes."""
+    import jax
+
     return jax.process_index() == 0
 
 

@@ -93,7 +93,12 @@ def parsed(command):
 @pytest.mark.filterwarnings("ignore:the load_module")
 # What is only compiled ahead of time holds points that no run could have.
 @pytest.mark.parametrize(
-    ("name", "arg"), [case for case in CASES if "aot" not in getattr(MODULES[case[0]], "REPORTS", {})]
+    ("name", "arg"),
+    [
+        pytest.param(name, arg, marks=() if arg else pytest.mark.slow)
+        for name, arg in CASES
+        if "aot" not in getattr(MODULES[name], "REPORTS", {})
+    ],
 )
 def test_agents_run_the_points_of_the_sweep(name, arg, tmp_path, monkeypatch):
     target, common = f"experiments/{name}.py:{arg}", {"seed": 3, "wandb.project": "some where, (here)"}

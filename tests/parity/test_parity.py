@@ -42,7 +42,8 @@ def test_weights_cover_every_parameter(kind):
     assert {name: array.shape for name, array in stored(kind, "weight").items()} == ours
 
 
-@pytest.mark.parametrize("kind", ["hca", pytest.param("csa", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hca", "csa"])
 def test_the_long_case_tells_yarn_from_plain_rope(kind):
     """Else the case would prove nothing: without YaRN the last rows must miss the tolerance by far."""
     apply = jax.jit(cases.layer(kind, cases.ROPE).apply)

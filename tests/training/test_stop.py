@@ -87,6 +87,7 @@ def test_signal_to_every_process_of_the_job_saves_the_step(start, tmp_path, numb
     assert sorted(sent) == [*range(1, step + 3)]
 
 
+@pytest.mark.slow
 def test_second_start_is_refused_and_the_first_goes_on_unharmed(start, tmp_path):
     folder = tmp_path / "run"
     first = start("train.steps=300", "train.checkpoint_every=5", "train.keep_last=1")

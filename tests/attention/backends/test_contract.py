@@ -37,7 +37,7 @@ def cases():
                     continue  # HCA's local part is all of sliding attention: here, one way to reduce dq is enough
                 splash, known = strategy.backend == "splash", numbers[strategy.backend]
                 number = known.setdefault((kind, str(strategy)), len(known))
-                on_diagonal = (index - number) % (10 if splash else 2) == 0
+                on_diagonal = (index - number) % (20 if splash else 2) == 0
                 for setting, (packing, sinks) in enumerate(SETTINGS):
                     name = f"{strategy}-{kind}-{seq_len}-{packing.__name__}-{'sinks' if sinks else 'bare'}"
                     quick = on_diagonal and setting == (number + index) % len(SETTINGS)
