@@ -17,11 +17,13 @@ from research import devices  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000)  # tracing makes many objects and little garbage: a sixth of the time went into looking for it
-# Most programs here are small and run once: to optimize them takes longer than it saves. XLA_FLAGS="" compiles them as
-# users do. Newer versions always emit fusions by way of MLIR, which takes half of what is left.
+# Most programs here are small and run once: to optimize them, or to share them out among threads, takes longer than it
+# saves. XLA_FLAGS="" compiles them as users do. Newer versions always emit fusions by way of MLIR, which takes half of
+# what is left.
 if "XLA_FLAGS" not in os.environ:
-    emitters = ["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
-    os.environ["XLA_FLAGS"] = " ".join(["--xla_backend_optimization_level=0", *emitters])
+    names = ["backend_optimization_level=0", "cpu_multi_thread_eigen=false", "cpu_parallel_codegen_split_count=1"]
+    names += ["cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
+    os.environ["XLA_FLAGS"] = " ".join(f"--xla_{name}" for name in names)
 # An interpreted kernel calls Python thousands of times, and JAX puts all arguments on a device first, which takes four
 # fifths of its time. The interpreter copies what it keeps: NumPy's arrays serve it as well.
 callback.api = types.SimpleNamespace(**{**vars(callback.api), "device_put": lambda arrays, device: arrays})
