@@ -42,9 +42,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         config.attention.top_k = 16
         config.data.seq_len = 512
         config.data.batch_size = 1
-        config.train.steps = 12
-        config.train.eval_batches = 2
-        config.optimizer.warmup_steps = 3
+        config.train.steps = 6
+        config.train.eval_batches = 1
+        config.optimizer.warmup_steps = 2
     else:
         config.model.repeats = 8
         config.model.hidden = 1024
@@ -67,12 +67,18 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
 
 def sweep(arg: str = "") -> list[experiment.Overrides]:
-    """The question is the cross itself, for every kind of layer, dense and blockwise attention before it."""
+    """The question is the cross itself, for every kind of layer, dense and blockwise attention before it.
+
+    The demo leaves out the schedules of sliding layers: HCA's local part is all of them.
+    """
     experiment.check_arg(arg, ARGS)
-    demo = arg == "demo"
-    names, sizes = (("closed_form", "static", "dynamic", "hybrid"), (128, 256)) if demo else (None, (512, 1024))
     kinds = [{"model.layers": (kind,)} for kind in _KINDS]
-    return cross.points(get_config(arg), kinds, sizes, names, unscheduled=True)
+    if arg != "demo":
+        return cross.points(get_config(arg), kinds, (512, 1024), unscheduled=True)
+    sliding, *others = kinds
+    names = ("closed_form", "static", "dynamic", "hybrid")
+    crossed = cross.points(get_config(arg), others, (128, 256), names, unscheduled=True)
+    return [*cross.points(get_config(arg), [sliding], (), unscheduled=True), *crossed]
 
 
 def check(rows: list[experiment.Row]) -> list[str]:
