@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUNS ?= runs
+# Points of the demo at a time; an accelerator serves one.
+PARALLEL ?= $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/accel0 /dev/vfio/0),1,2)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPING := $(VENV)/.installed-notebooks $(VENV)/.installed-dev $(VENV)/.installed-schema
@@ -29,7 +31,7 @@ $(VENV)/.installed-%: requirements-%.txt $(INSTALLED)
 	@touch $@
 
 demo: $(INSTALLED) ## train on real text under every mask strategy; ends with a table and a plot
-	$(BIN)/python launch/sweep.py --config=experiments/mask_strategies.py:demo
+	$(BIN)/python launch/sweep.py --config=experiments/mask_strategies.py:demo --parallel=$(PARALLEL)
 
 test: $(DEVELOPING) ## the default tests
 	$(BIN)/python -m pytest

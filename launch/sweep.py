@@ -81,6 +81,8 @@ def main() -> int:
     module, _ = experiment.load(target)
     plot.draw(known, module.HEADLINE, f"{folder.name} on {platform}", picture)
     console.print(table.build(rows))
+    if _TO.value == "here" and _PARALLEL.value > 1:
+        console.print(f"{_PARALLEL.value} points ran at a time, so their times disturbed one another", style="italic")
     failed = [row for row in rows if row["status"] != FINISHED]
     for row in failed:
         console.print(f"{table.name(row)}: {row['status']}: {row['message']}", style="red", markup=False)
