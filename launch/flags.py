@@ -4,6 +4,8 @@ Whatever it says wrong is answered in a line, exit code 2, before JAX is importe
 imported here, nor by the launchers before their `main` is called.
 """
 
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -66,8 +68,10 @@ def run(main: Callable[[], int], *, config_required: bool = True, check: Callabl
                 _check_login()
             _prepare_jax()
             sys.exit(main())
-        except KeyboardInterrupt:
-            _report(errors.InterruptedRunError("SIGINT before anything was done that could be saved"))
+        except KeyboardInterrupt:  # before there is something to save, or the second, which does not wait for that
+            print(f"{errors.INTERRUPTED}: SIGINT, at once", file=sys.stderr)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)  # so that whoever started it learns what ended it
         except Exception as error:
             _report(error)
 

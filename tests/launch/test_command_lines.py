@@ -1,5 +1,6 @@
 """Whatever is typed, the answer is the right run or a line that says what to change: real launchers and processes."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -291,3 +292,24 @@ def test_a_launcher_whose_rows_all_failed_says_why_and_fails(tmp_path):
     code, out, _ = run("selection", "--lengths=64", "--timeout_minutes=0.0001", "--runs=r", cwd=tmp_path)
     assert code == 1
     assert "3 rows: over 0 s" in out
+
+
+def test_a_start_that_is_interrupted_is_a_line(tmp_path):
+    arguments = ["env", "--default-signal=INT", sys.executable, ROOT / "launch" / "train.py", TINY]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(arguments, cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **output)
+    maps = pathlib.Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and "jaxlib" not in maps.read_text():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT, err
+    assert err.endswith("interrupted: SIGINT, at once\n")
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: requirements-tpu.txt")
+def test_a_topology_that_there_is_not_is_named(tmp_path):
+    said = refused("aot", TINY, "--config.aot.topology=v6e:3x5", cwd=tmp_path)
+    assert said.startswith("invalid config: config.aot.topology='v6e:3x5': must be a mesh that its chip comes in (")
