@@ -7,10 +7,10 @@ kind compute the same function, so their loss curves must agree; `check` holds t
 compile time and temporary memory. On a CPU the splash kernels are interpreted: there, compare memory and losses, not
 step times.
 
-`:demo`, on 2 cores of an x86 machine that was busy with other work, Python 3.13, 2026-11-30: 27 points, 9 minutes of
-processor time. The loss curves of a kind differ by 1e-6 nats at most, CSA's by 4e-5. Temporaries of an HCA model, MiB:
-dot_product 11.8, splash 9.9 to 10.5, with the ring buffer throughout, as tokamax 0.0.17 wants it for packed batches,
-blockwise 6.0. At 512 tokens that is all; what grows with the sequence shows ahead of time for a TPU.
+`:demo`, on 2 cores of an x86 machine that was busy with other work, Python 3.11, 2026-12-01: 19 points, 15 minutes of
+processor time, set-up included. The loss curves of a kind differ by 1e-6 nats at most. Temporaries of an HCA model,
+MiB: dot_product 11.8, splash 9.9 to 10.5, blockwise 6.0. At 512 tokens that is all; what grows with the sequence shows
+ahead of time for a TPU.
 """
 
 import pathlib
