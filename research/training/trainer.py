@@ -131,8 +131,12 @@ class Trainer:
         """Compiles the update and the validation, and learns their `cost`."""
         shapes = parallel.distribute(next(self.data.validation_batches(1)), self._mesh)
         self._update, self._measures, cost = programs(self.spec, self.state, shapes, self._mesh)
-        self._going = jax.device_put(True, parallel.replicated(self._mesh))
+        self._go_on()
         self.cost = cost | {"flops_per_token": flops.per_token(self.spec, self.state.params)}
+
+    def _go_on(self) -> None:
+        """Lets the next update change the state, whatever came of those before."""
+        self._going = jax.device_put(True, parallel.replicated(self._mesh))
 
     @property
     def started(self) -> int:
@@ -166,6 +170,7 @@ class Trainer:
             self.done += 1
         else:
             self._started.clear()
+            self._go_on()
             self.iterator.set_state(this.before)
         tokens = int((this.batch["segments"] >= 0).sum())
         return Step(self._in_bits(row), tokens, this.fetched - this.begin, seconds, waited + seconds)
