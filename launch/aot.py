@@ -53,8 +53,8 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     settings, target = flags.common_settings(), flags.target()
     console = measuring.console()
-    aot.check_topology(settings)
     planned = search.plan(settings) if _SEARCH.value else _plan(target)
+    aot.check_topology(settings)
 
     # A search has no points among which to choose.
     name = sweep.full_name(target, flags.overrides()) if _SEARCH.value else measuring.sweep_folder()

@@ -4,9 +4,11 @@ Whatever it says wrong is answered in a line, exit code 2, before JAX is importe
 imported here, nor by the launchers before their `main` is called.
 """
 
+import contextlib
 import os
 import signal
 import sys
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -68,13 +70,11 @@ def run(main: Callable[[], int], *, config_required: bool = True, check: Callabl
                 _check_login()
             _prepare_jax()
             sys.exit(main())
-        except KeyboardInterrupt:  # before there is something to save, or the second, which does not wait for that
-            print(f"{errors.INTERRUPTED}: SIGINT, at once", file=sys.stderr)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)  # so that whoever started it learns what ended it
         except Exception as error:
             _report(error)
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
     output.make_patient()
     app.run(guarded, flags_parser=parse)
 
@@ -155,6 +155,18 @@ def _parse(argv: Sequence[str], config_required: bool) -> list[str]:
     if config_required and takes_config and line.config is None:
         raise ConfigError("--config: is missing; must be experiments/NAME.py or experiments/NAME.py:ARG, see --help")
     return unparsed
+
+
+def _end_at_once(number: int, frame: types.FrameType | None) -> None:
+    """What Ctrl-C does before there is something to save, or the second time, which does not wait for that.
+
+    No exception: raised while an extension module is imported it crashes the process, and in callbacks it is lost.
+    """
+    del frame
+    with contextlib.suppress(OSError):
+        os.write(2, f"{errors.INTERRUPTED}: {signal.Signals(number).name}, at once\n".encode())  # streams may be in use
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)  # so that whoever started it learns what ended it
 
 
 def _check_login() -> None:
