@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,6 +255,22 @@ def test_output_that_does_not_fit_the_disk_is_a_line(tmp_path):
         command = [sys.executable, ROOT / "launch" / "masks.py", "--seq_len=256", "--block=128", "--runs=r"]
         done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "disk full: [Errno 28] No space left on device: '<stdout>'\n")
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_report_is_written_whole_or_not_at_all(tmp_path):
+    (tmp_path / "aot" / "claims").mkdir(parents=True)
+    shutil.copy(ROOT / "analysis" / "results" / "seed_claims.jsonl", tmp_path / "aot" / "claims" / "results.jsonl")
+    before = tmp_path / "report.html"
+    before.write_text("the one before")
+    (tmp_path / "report.html.new").symlink_to("/dev/full")
+    code, _, err = run("report", f"--runs={tmp_path}", cwd=tmp_path)
+    assert (code, err.count("\n")) == (1, 1), err
+    assert err.startswith("disk full: ")
+    assert before.read_text() == "the one before"
+    code, out, err = run("report", f"--runs={tmp_path}", cwd=tmp_path)
+    assert (code, out) == (0, f"{before}\n"), err
+    assert before.read_text().endswith("</html>")
 
 
 def test_an_encoding_that_lacks_letters_is_no_crash(tmp_path):
