@@ -42,6 +42,9 @@ test-slow: $(DEVELOPING) ## the tests that the default leaves out
 test-aot: $(DEVELOPING) $(VENV)/.installed-tpu ## compile a few programs for TPUs that are not there
 	$(BIN)/python -m pytest tests/measure/test_aot.py
 
+test-aot-gpu: $(DEVELOPING) $(VENV)/.installed-gpu-aot ## compile a few programs for GPUs that are not there
+	$(BIN)/python -m pytest tests/measure/test_aot_gpu.py
+
 parity: $(DEVELOPING) $(VENV)/.installed-parity ## compare with the reference model in PyTorch
 	$(BIN)/python -m pytest tests/parity -m 'parity or slow or not slow'
 
@@ -50,6 +53,9 @@ peers: $(VENV)/.installed-parity ## time our attention layer beside Hugging Face
 
 aot: $(VENV)/.installed-tpu ## compile a small sweep for a TPU that is not there
 	$(BIN)/python launch/aot.py --config=experiments/seed_claims.py:demo
+
+aot-gpu: $(VENV)/.installed-gpu-aot ## compile a small sweep for GPUs that are not there
+	$(BIN)/python launch/aot.py --config=experiments/gpu_attention.py:demo
 
 notebooks: $(VENV)/.installed-notebooks ## run the notebooks, from their text files
 	$(BIN)/jupytext --quiet --to ipynb analysis/notebooks/*.py
@@ -69,4 +75,4 @@ clean: ## remove virtual environments and caches; runs/ stays
 figures: $(INSTALLED) ## draw the README's picture
 	$(BIN)/python analysis/patterns.py
 
-.PHONY: help setup demo test test-slow parity peers aot notebooks report test-aot lint figures clean
+.PHONY: help setup demo test test-slow parity peers aot aot-gpu notebooks report test-aot test-aot-gpu lint figures clean

@@ -176,10 +176,10 @@ def _check_login() -> None:
 
 
 def _prepare_jax() -> None:
-    from research.devices import ignore_absent_tpu
+    from research.devices import ignore_absent_devices
     from research.validation import check_precision
 
-    ignore_absent_tpu()
+    ignore_absent_devices()
     check_precision()
 
 

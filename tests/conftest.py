@@ -48,7 +48,7 @@ def _share_programs():
 
 
 _share_programs()
-devices.ignore_absent_tpu()
+devices.ignore_absent_devices()
 if jax.config.jax_platforms:
     os.environ["JAX_PLATFORMS"] = jax.config.jax_platforms  # of programs that tests start without a launcher
 

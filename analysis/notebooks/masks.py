@@ -32,7 +32,7 @@ from research.attention.visibility import PADDING  # noqa: E402
 from research.measure import masks  # noqa: E402
 from research.settings.config import Settings  # noqa: E402
 
-devices.ignore_absent_tpu()
+devices.ignore_absent_devices()
 
 # %% [markdown]
 # 48 tokens, a window of 8, HCA's ratio 8, CSA's ratio 4 and top 3, its scores drawn at random. The rows of pictures are

@@ -1,4 +1,4 @@
-"""Compiles for a TPU that is not there: what a program needs, and whether it fits.
+"""Compiles for a chip that is not there: what a program needs, and whether it fits.
 
 The real compilers run, on abstract arguments; nothing is executed. A process of its own for every program, its
 environment set by `ENVIRONMENT`: a crash or a hang loses that program only.
@@ -6,10 +6,6 @@ environment set by `ENVIRONMENT`: a crash or a hang loses that program only.
 
 import dataclasses
 import functools
-import importlib.util
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +13,6 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
@@ -26,10 +21,9 @@ from research.attention.attend import Documents, Effective
 from research.attention.backends.splash import attend as splash
 from research.attention.layer.attention import Attention
 from research.attention.spec import Spec
-from research.errors import ConfigError
-from research.measure import roofline
+from research.measure import launches, roofline, targets
 from research.measure.op import Op
-from research.measure.program import Program, attention_alone, keep, versions
+from research.measure.program import Program, attention_alone, keep
 from research.model import language_model
 from research.settings.config import Settings
 from research.training import optimizer as optimizer_lib
@@ -37,15 +31,7 @@ from research.training import step as step_lib
 
 PHASES = {"op": ("forward", "forward_backward"), "layer": ("forward_backward",), "step": ("update",)}
 APART = True
-# To be set before jax is imported, for libtpu to load where no TPU is, and more than once.
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+ENVIRONMENT = targets.ENVIRONMENT
 
 
 def programs(settings: Settings, platform: str = "tpu") -> list[Program]:
@@ -69,34 +55,10 @@ def timeout(settings: Settings) -> float:
     return settings.aot.timeout_minutes * 60
 
 
-def topology_chip(topology: str) -> hardware.Chip:
-    """The chip in the name of a topology."""
-    return next(chip for chip in hardware.CHIPS.values() if chip.name == topology.partition(":")[0])
-
-
-def check_topology(settings: Settings) -> None:
-    """Asks libtpu for the chips of `aot.topology`, in a process with the variables of `ENVIRONMENT`.
-
-    Raises:
-      ConfigError: libtpu is not installed, or has no such mesh of that chip.
-    """
-    if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("libtpu is not installed: pip install -r requirements-tpu.txt, or make aot")
-    program = (
-        "from jax.experimental import topologies; import sys\n"
-        "topologies.get_topology_desc(platform='tpu', topology_name=sys.argv[1])"
-    )
-    command = (sys.executable, "-c", program, settings.aot.topology)
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1].partition(": ")[2]
-        raise settings.aot.error("topology", f"a mesh that its chip comes in ({said})")
-
-
 def identify(program: Program) -> dict[str, Any]:
     """See `Program.identify`; and the topology."""
-    found = {"versions": versions("jax", "libtpu", "tokamax"), "topology": program.settings.aot.topology}
-    return program.identify() | found
+    topology = program.settings.aot.topology
+    return program.identify() | {"versions": targets.compilers(topology), "topology": topology}
 
 
 def rows(program: Program) -> Iterator[dict[str, Any]]:
@@ -105,8 +67,8 @@ def rows(program: Program) -> Iterator[dict[str, Any]]:
     What does not fit the scalar memory is left to the compiler to refuse.
     """
     settings, what = program.settings, program.what
-    device = topologies.get_topology_desc(platform="tpu", topology_name=settings.aot.topology).devices[0]
-    spec = Spec.make(settings, "tpu", checks_memory=False)
+    chip = hardware.topology_chip(settings.aot.topology)
+    spec = Spec.make(settings, chip.platform, checks_memory=False)
     common = identify(program)
     try:
         start = time.perf_counter()
@@ -122,12 +84,11 @@ def rows(program: Program) -> Iterator[dict[str, Any]]:
         row, asked = common | {"phase": phase, **host_seconds}, compiled[phase]
         cost = asked.cost
         try:
-            row |= _compile(device, asked, free_layout=what == "op")
+            row |= _compile(settings.aot.topology, asked, free_layout=what == "op")
             if what != "op":
                 cost += roofline.Cost(0, 0, row["argument_bytes"] + row["output_bytes"])
         except Exception as error:
             row |= failure(error)
-        chip = topology_chip(settings.aot.topology)
         yield row | roofline.bound(cost, chip) | {"chip": chip.name}
 
 
@@ -145,6 +106,8 @@ def _effective(spec: Spec, what: str) -> dict[str, Effective]:
     for kind in spec.kinds:
         attend, sizes = spec.attend(kind), spec.sizes(packed=what == "step")
         effective[kind] = attend.effective(sizes)
+        if effective[kind].get("interpreted"):
+            raise NotImplementedError(f"{spec.backend}: interpreted kernels run only on a device that is here")
         if spec.backend == "splash":
             splash.build_host(attend, sizes, effective[kind])
     return effective
@@ -209,22 +172,25 @@ def _step(spec: Spec) -> dict[str, _Asked]:
     return {"update": _Asked(update, (state, batch), cost, donated=(0,))}
 
 
-def _compile(device: Any, asked: _Asked, *, free_layout: bool) -> dict[str, Any]:
-    """Lowers and compiles for the device.
+def _compile(topology: str, asked: _Asked, *, free_layout: bool) -> dict[str, Any]:
+    """Lowers and compiles for a device of the topology.
 
-    With `free_layout` the compiler lays out arguments and results as it likes, as it does inside a model; else in rows.
+    With `free_layout` a TPU's compiler lays out arguments and results as it likes, as it does inside a model; else, and
+    on a GPU, in rows.
     """
-    placed = SingleDeviceSharding(device)
-    if free_layout:
+    platform = hardware.topology_chip(topology).platform
+    placed = SingleDeviceSharding(targets.devices(topology)[0])
+    if free_layout and platform == "tpu":
         placed = Format(Layout.AUTO, placed)
     start = time.perf_counter()
     jitted = jax.jit(asked.function, in_shardings=placed, out_shardings=placed, donate_argnums=asked.donated)
-    lowered = jitted.trace(*asked.arguments).lower(lowering_platforms=("tpu",))
+    lowered = jitted.trace(*asked.arguments).lower(lowering_platforms=(targets.lowering_platform(topology),))
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
     memory = compiled.memory_analysis()
-    return {
+    launched = launches.count(compiled.as_text())._asdict() if platform == "gpu" else {}
+    return launched | {
         "lower_seconds": middle - start,
         "compile_seconds": end - middle,
         "argument_bytes": memory.argument_size_in_bytes,

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from research.devices import ignore_absent_tpu
+from research.devices import ignore_absent_devices
 from research.measure import apart
 from research.measure.program import Program
 from research.runs import files
@@ -137,7 +137,7 @@ def run(program: Program, timeout: float) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    ignore_absent_tpu()
+    ignore_absent_devices()
     asked = Program.from_json(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))
     for made in get(asked.measure).rows(asked):
         print(json.dumps(made), flush=True)

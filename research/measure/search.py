@@ -5,6 +5,7 @@ from typing import Any
 
 from research.attention.spec import Spec
 from research.errors import ConfigError, SettingError
+from research.hardware import topology_chip
 from research.measure import aot, roofline
 from research.measure.op import Op
 from research.measure.pipeline import Planned
@@ -27,7 +28,8 @@ def plan(settings: Settings) -> list[Planned]:
     """
     if len(set(settings.model.layers)) > 1:
         raise settings.model.error("layers", "of one kind, for a search")
-    if (name := Spec.make(settings, "tpu").backend) != "splash":
+    platform = topology_chip(settings.aot.topology).platform
+    if (name := Spec.make(settings, platform).backend) != "splash":
         raise SettingError("attention.backend", name, "splash, for a search")
     heads = settings.attention.heads
     groups = sorted({0, max(heads // 8, 1), 1} - {heads})
@@ -55,7 +57,7 @@ def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _blocks(settings: Settings) -> list[dict[str, int]]:
     """Block sizes by the names of their settings, from the best pairs of each kernel."""
-    chip = aot.topology_chip(settings.aot.topology)
+    chip = topology_chip(settings.aot.topology)
     seconds: dict[str, list[tuple[float, tuple[int, int]]]] = {"forward": [], "backward": []}
     for pair in itertools.product(SIZES, SIZES):
         chosen = settings.replace(attention={"block_q": pair[0], "block_kv": pair[1]})

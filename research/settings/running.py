@@ -49,7 +49,7 @@ class Aot(Group, group="aot"):
         "chip and mesh to compile for, one device of it",
         Allowed(
             lambda topology: topology.partition(":")[0] in hardware.NAMES,
-            f"CHIP:MESH with a chip among {', '.join(hardware.NAMES)}",
+            f"CHIP:MESH, of GPUs CHIP:NUMBER, with a chip among {', '.join(hardware.NAMES)}",
         ),
     )
     what: tuple[str, ...] = setting(
