@@ -15,7 +15,11 @@ def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == ["masks", "recall", "seed_claims", "training_curves"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# By default one for all.
+QUICK = [pytest.param(path, marks=() if path.stem == "recall" else pytest.mark.slow) for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", QUICK, ids=[path.stem for path in NOTEBOOKS])
 def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()

@@ -134,6 +134,7 @@ def test_damaged_results_do_not_hide_the_others(runs):
     assert "4 points, 1 finished" in told
 
 
+@pytest.mark.slow
 def test_reading_changes_nothing_in_the_runs(runs):
     def touched():
         return {path: path.stat().st_mtime_ns for path in runs.rglob("*")}

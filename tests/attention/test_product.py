@@ -98,6 +98,7 @@ def test_a_layer_in_float32_rounds_no_operand(backend, kind, platform):
     assert not found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_a_model_in_float32_rounds_no_operand(tied_head):
     spec = small(tied_head=tied_head)

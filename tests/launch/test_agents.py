@@ -90,6 +90,7 @@ def parsed(command):
     return holder.value, config_flags.get_override_values(values["config"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the load_module")
 # What is only compiled ahead of time holds points that no run could have.
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_runs_without_wandb_are_refused():
         described(TINY, {}, mode="disabled")
 
 
+@pytest.mark.slow
 def test_run_of_an_agent_is_wandbs_run_and_knows_its_parameters(tmp_path):
     """Real training by a real agent. Wandb's search looks for a run's parameters in its config, under their names."""
     common = {"run.root": str(tmp_path / "runs"), "wandb.mode": "offline", "train.steps": 3}
@@ -235,6 +237,7 @@ def test_stopped_agent_lets_its_run_save_and_leaves_nothing_behind(tmp_path, mon
     wait_for(lambda: not any(map(is_alive, all_of_it)))  # wandb's own process ends a moment later
 
 
+@pytest.mark.slow
 def test_sweep_file_from_the_command_line(tmp_path):
     """It is written, and only who is logged in can register it."""
     command = [sys.executable, "launch/sweep.py", f"--config={TINY}", "--to=wandb", "--config.wandb.mode=offline"]

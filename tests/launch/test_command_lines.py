@@ -147,6 +147,7 @@ def test_an_experiment_that_cannot_be_read_is_told_in_a_line(launcher, text, mes
     assert message in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "message"), SWEEPS, ids=[message for _, message in SWEEPS])
 @pytest.mark.parametrize("launcher", ["sweep", "bench"])
 def test_a_sweep_that_cannot_be_read_is_told(launcher, text, message, tmp_path):
@@ -158,6 +159,7 @@ def test_a_sweep_that_cannot_be_read_is_told(launcher, text, message, tmp_path):
     assert list(tmp_path.glob("runs*")) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_of_impossible_points_is_refused_at_once(tmp_path):
     said = refused("sweep", TINY, "--config.attention.heads=3", cwd=tmp_path)
     assert said.startswith(
@@ -196,6 +198,7 @@ def test_other_launchers_refuse_in_a_line(launcher, arguments, message, tmp_path
     assert refused(launcher, *arguments, cwd=tmp_path).startswith(f"invalid config: {message}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "platform"), [("train", "cuda"), ("sweep", "toaster"), ("bench", "cuda")])
 def test_a_platform_that_is_not_there_is_named(launcher, platform, tmp_path):
     said = refused(launcher, TINY, cwd=tmp_path, JAX_PLATFORMS=platform)
@@ -212,6 +215,7 @@ def test_wandb_is_asked_before_anything_is_done(tmp_path):
     assert said.startswith("invalid config: WANDB_MODE=online: must be offline or disabled while not logged in")
 
 
+@pytest.mark.slow
 def test_wandb_disabled_is_honoured_and_home_is_the_home(tmp_path):
     overrides = "--config.wandb.mode=auto --config.train.steps=3e0 --config.run.root=~/my/runs --config.run.id=one"
     code, out, err = run("train", TINY, *overrides.split(), cwd=tmp_path, HOME=str(tmp_path), WANDB_DISABLED="true")
@@ -224,6 +228,7 @@ def test_wandb_disabled_is_honoured_and_home_is_the_home(tmp_path):
     assert pathlib.Path(told) == folder / "summary.json"
 
 
+@pytest.mark.slow
 def test_a_typo_does_not_spoil_the_id(tmp_path):
     line = [TINY, "--config.train.steps=3", "--config.run.id=one", "--config.run.root=r"]
     assert "config.data.path='/nowhere': does not exist" in refused(
@@ -233,12 +238,14 @@ def test_a_typo_does_not_spoil_the_id(tmp_path):
     assert run("train", *line, cwd=tmp_path)[0] == 0
 
 
+@pytest.mark.slow
 def test_two_equal_commands_at_once_are_two_runs(tmp_path):
     both = [start("train", TINY, "--config.train.steps=3", cwd=tmp_path) for _ in range(2)]
     assert [process.communicate()[1] and process.returncode for process in both] in ([0, 0], ["", ""])
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_stop_a_run(tmp_path):
     """As `| head -1`."""
     process = start("train", TINY, "--config.run.id=one", cwd=tmp_path)
@@ -249,6 +256,7 @@ def test_a_reader_that_goes_away_does_not_stop_a_run(tmp_path):
     assert (tmp_path / "runs" / "one" / "summary.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
 def test_output_that_does_not_fit_the_disk_is_a_line(tmp_path):
     with open("/dev/full", "w") as full:
@@ -273,6 +281,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path):
     assert before.read_text().endswith("</html>")
 
 
+@pytest.mark.slow
 def test_an_encoding_that_lacks_letters_is_no_crash(tmp_path):
     for launcher, *arguments in (("train", "--help"), ("masks", "--seq_len=256", "--block=128", "--runs=r")):
         code, out, err = run(launcher, *arguments, cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
@@ -280,6 +289,7 @@ def test_an_encoding_that_lacks_letters_is_no_crash(tmp_path):
         assert out.isascii()
 
 
+@pytest.mark.slow
 def test_a_plot_is_what_its_name_says(tmp_path):
     code, out, err = run("masks", "--seq_len=256", "--block=128", "--plot=x.pdf", "--runs=r", cwd=tmp_path)
     assert code == 0, err
@@ -327,6 +337,7 @@ def test_a_start_that_is_interrupted_is_a_line(config, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: requirements-tpu.txt")
 def test_a_topology_that_there_is_not_is_named(tmp_path):
     said = refused("aot", TINY, "--config.aot.topology=v6e:3x5", cwd=tmp_path)

@@ -32,6 +32,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_bench_measures_the_points_that_have_the_value(tmp_path):
     """And appends them to the results of the sweep whose points they are; other overrides name a folder."""
     narrow = ["--config.attention.backend=blockwise", "--config.data.seq_len=128"]
@@ -45,6 +46,7 @@ def test_bench_measures_the_points_that_have_the_value(tmp_path):
     assert all(row["overrides"] == {"attention.backend": "blockwise", "data.seq_len": 128} for row in found)
 
 
+@pytest.mark.slow
 def test_masks_shows_the_schedules_of_the_points_that_have_the_value():
     done = start("masks", GRID, "--config.attention.backend=splash", "--json")
     assert done.returncode == 0, done.stderr
@@ -54,6 +56,7 @@ def test_masks_shows_the_schedules_of_the_points_that_have_the_value():
 LENGTHS = "config.data.seq_len=1024: must be 64, 128 or 256, one of the values among the points of tests/points.py:grid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["bench", "aot", "masks", "sweep"])
 def test_value_that_no_point_has_is_refused(launcher, tmp_path):
     done = start(launcher, GRID, "--config.data.seq_len=1024", f"--config.run.root={tmp_path}")
@@ -101,6 +104,7 @@ def test_masks_refuses_flags_without_effect():
     assert done.stderr.splitlines() == [*beside, "invalid config: --preset: has no effect without --config"]
 
 
+@pytest.mark.slow
 def test_agents_get_the_points_that_have_the_value(tmp_path):
     arguments = (GRID, "--to=wandb", "--config.wandb.mode=offline", f"--config.run.root={tmp_path}")
     done = start("sweep", *arguments, "--config.attention.backend=blockwise")

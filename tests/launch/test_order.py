@@ -71,6 +71,7 @@ def test_narrowing_leaves_out_only_what_has_finished(fake):
     assert run([later])[0][0]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_narrowed_sweep_keeps_the_rows_of_the_others(fake, tmp_path):
     script = tmp_path / "fake.py"  # of the fixture
     command = [sys.executable, "-c", conftest.LAUNCHER, script, f"--config={CHAIN}"]

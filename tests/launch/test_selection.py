@@ -15,6 +15,7 @@ def launch(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
+@pytest.mark.slow
 def test_prints_a_row_a_point(tmp_path):
     done = launch("selection.py", "--lengths=256", "--top_k=8", f"--runs={tmp_path}")
     assert done.returncode == 0, done.stderr
@@ -41,6 +42,7 @@ def test_bad_input_is_one_error(name, flag, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_masks_names_the_flag_that_is_impossible(tmp_path):
     for flag, message in {
         "--block=100": "--block=100: must be 0 (chosen for you) or a positive multiple of 128",

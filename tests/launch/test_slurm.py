@@ -64,6 +64,7 @@ def ran(row):
     return len((pathlib.Path(row["folder"]) / "ran").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_local_jobs_give_the_rows_that_the_sweep_gives_here(fake):
     rows, _ = run(fake, "local")
     assert [ran(row) for row in rows] == [1, 1]

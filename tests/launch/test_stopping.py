@@ -30,6 +30,7 @@ def ended(process):
     return process.returncode, out + err
 
 
+@pytest.mark.slow
 def test_stopped_sweep_lets_its_points_save_and_starts_no_more(waiting, launched):
     root = waiting["run.root"]
     process = launched()
@@ -188,6 +189,7 @@ def jobs_in_the_background(points, settings=("timeout_min=5",)):
     return thread, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("SIGUSR2", "SIGTERM"), pytest.param(("SIGUSR1", "SIGINT"), marks=pytest.mark.slow)])
 def test_stopped_jobs_save_and_are_queued_again(waiting, names):
     points = sweep.plan(TARGET, waiting, "cpu", fresh=False)

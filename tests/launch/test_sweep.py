@@ -106,6 +106,7 @@ def test_results_of_other_settings_are_not_taken_for_these(fake):
     assert len(sweep.plan(TARGET, fake, "cpu", fresh=True)) == 2
 
 
+@pytest.mark.slow
 def test_sweep_from_the_command_line(tmp_path):
     """Real training: one point ends well, one diverges; table, rows, plot and exit code tell."""
     command = [sys.executable, ROOT / "launch" / "sweep.py", f"--config={TARGET}", "--config.train.steps=3"]

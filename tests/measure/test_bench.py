@@ -103,6 +103,7 @@ def test_a_point_that_takes_too_long_is_rows_that_say_so():
     assert {row["status"] for row in rows} == {"over 0 s"}
 
 
+@pytest.mark.slow
 def test_a_point_runs_in_a_process_of_its_own():
     assert [row["status"] for row in pipeline.run(POINT, timeout=120)] == ["ok"] * 3
 

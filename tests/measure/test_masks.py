@@ -63,6 +63,7 @@ def test_points_that_come_to_the_same_are_one_program():
     assert masks.programs(Settings().replace(attention={"backend": "blockwise"})) == []
 
 
+@pytest.mark.slow
 def test_hybrid_holds_no_mask_of_local_keys():
     dynamic, hybrid = (measure("csa", name, 4096, 256) for name in ("dynamic", "hybrid"))
     assert hybrid["active"] == dynamic["active"]

@@ -75,6 +75,7 @@ def row(segments):
     return inputs, Documents(positions, segments)
 
 
+@pytest.mark.slow
 def test_parameters_do_not_depend_on_the_backend():
     def shapes(backend):
         return jax.eval_shape(language_model.build(spec(backend)).init, jax.random.key(0), *row([0] * SEQ_LEN))
@@ -98,6 +99,7 @@ def test_one_checkpoint_serves_every_backend(backend):
     assert_close(logits(arguments, backend=backend), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_program_does_not_grow_with_repeats():
     def equations(repeats):
         model = language_model.build(spec(repeats=repeats))
@@ -142,6 +144,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
     assert (rounded != logits(arguments, params, **model)).any()
 
 
+@pytest.mark.slow
 def test_remat_does_not_change_gradients():
     arguments, layers = row([0] * 20 + [1] * 30 + [-1] * 14), ("csa",)
 
@@ -210,6 +213,7 @@ def test_training_lowers_for_a_tpu(schedule):
     assert kernels("block") > kernels("none") >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [("cpu", "tpu", "cpu"), pytest.param(("tpu", "cpu", "tpu"), marks=pytest.mark.slow)],

@@ -73,6 +73,7 @@ print("agreed", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_what_fails_in_one_process_fails_in_both(tmp_path):
     port, environment = str(free_port()), os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "checkpoints"), port]

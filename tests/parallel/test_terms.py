@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.parallel.test_batch import devices
 
 ON_FOUR_DEVICES = """
@@ -146,6 +148,7 @@ assert slope.sharding.is_fully_replicated
 """
 
 
+@pytest.mark.slow
 def test_each_term_is_divided_once_by_its_own_count():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | devices(4)
     done = subprocess.run([sys.executable, "-c", ON_FOUR_DEVICES], env=environment, check=False, capture_output=True)

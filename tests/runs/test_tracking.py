@@ -61,6 +61,7 @@ def test_rows_are_on_the_disk_as_soon_as_they_are_logged(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_each_start_sends_what_the_ones_before_it_lack(tmp_path):
     """Under one id; also rows that were logged while there was no wandb, and none that it has."""
     with tracker(tmp_path, "offline") as first:
@@ -122,6 +123,7 @@ def test_union_of_wandbs_files_has_every_step_once_after_kills(tmp_path, with_wa
     assert steps == [*range(1, 202)]  # in order, too: what is synchronised later goes up in this order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGKILL))],

@@ -143,6 +143,7 @@ def test_a_run_on_chips_of_which_only_one_is_known(known):
     assert "mfu" not in loop._outcome(rows)
 
 
+@pytest.mark.slow
 def test_trace_of_the_steps_after_warming_up(tmp_path):
     config = tiny.get_config()
     config.train.update(steps=4, eval_every=0)
@@ -213,6 +214,7 @@ def test_dry_run_tells_everything_runs_nothing_and_leaves_nothing(tmp_path, monk
     assert float(sizes["in all, validating"]) == pytest.approx(expected, abs=0.2)
 
 
+@pytest.mark.slow
 def test_dry_run_tells_what_is_learned(tmp_path):
     config = tiny.get_config()
     for name, text in {"a": b"one text", "b": b"one text\n", "c": b"another", "d": b"\0"}.items():

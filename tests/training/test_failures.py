@@ -40,6 +40,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 def test_disk_fills_up_while_checkpoints_are_written(small_disk):
     config = make(small_disk / "run", train__checkpoint_every=1, train__keep_last=100)
     with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '.+'$") as raised:
@@ -132,6 +133,7 @@ def test_data_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         corpus.load(str(tmp_path / "a.txt"), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     OVERCOMMIT.exists() and OVERCOMMIT.read_text().strip() == "1", reason="memory is never refused here"
 )

@@ -77,6 +77,7 @@ def copy(unbroken, tmp_path):
     return tmp_path / "copy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_killed_run_ends_as_if_it_had_not_been(unbroken, tmp_path, kills):
     """SIGKILL at random moments: while steps are done, rows written, checkpoints written."""
@@ -161,6 +162,7 @@ def test_one_request_may_come_by_several_ways_and_a_second_one_is_not_held_back(
     assert [signal.getsignal(stop) for stop in stops] == before
 
 
+@pytest.mark.slow
 def test_launcher_tells_schedulers_that_a_stopped_run_goes_on(tmp_path):
     """Exit code 75, one line, no traceback."""
     command = [sys.executable, ROOT / "launch" / "train.py", f"--config={ROOT}/tests/tiny.py"]
@@ -186,7 +188,9 @@ def touched(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, *(pytest.param(number, marks=pytest.mark.slow) for number in (errno.ESTALE, errno.EMFILE))]
+)
 def test_trouble_while_a_checkpoint_is_read_costs_nothing(unbroken, copy, monkeypatch, number):
     before = {name: (copy / name).read_bytes() for name in ("metrics.jsonl", "starts.jsonl")}
     saved = sorted(path.name for path in (copy / "checkpoints").iterdir())
@@ -221,6 +225,7 @@ def test_where_the_checkpoints_are_gone_a_resumed_run_does_not_start_over(copy):
     assert rows(copy)[-1]["step"] == STEPS
 
 
+@pytest.mark.slow
 def test_run_killed_before_its_first_checkpoint_keeps_what_it_logged(unbroken, copy):
     shutil.rmtree(copy / "checkpoints")
     shown = train(make(copy, wandb__mode="disabled"))
@@ -280,6 +285,7 @@ def test_field_that_this_version_does_not_know_is_named(copy):
         train(make(copy, wandb__mode="disabled"))
 
 
+@pytest.mark.slow
 def test_resume_under_another_commit_jax_or_device_says_so(copy):
     (start,) = read_starts(copy)
     other = start | {"commit": "abc", "device": "TPU v5", "packages": start["packages"] | {"jax": "0.1"}}
@@ -305,6 +311,7 @@ def test_damaged_checkpoint_costs_the_steps_since_the_one_before(unbroken, copy)
     assert (copy / "checkpoints" / f"{STEPS}.damaged").is_dir()
 
 
+@pytest.mark.slow
 def test_finished_run_goes_on_with_more_steps(unbroken, tmp_path):
     folder = tmp_path / "longer"
     shutil.copytree(unbroken, folder)

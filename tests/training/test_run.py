@@ -186,7 +186,7 @@ def check_inspection(config, message, updates):
             assert any(piece in texts[name] for name in names)
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("ahead", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_updates_started_ahead_are_the_same_updates(root, unbroken, ahead):
     config = make(root, f"ahead-{ahead}", train__ahead=ahead)
     train(config)
@@ -218,7 +218,7 @@ def test_rows_tell_learning_rate_tokens_epoch_time_and_memory(unbroken):
     assert elapsed[-1] > sum(row["step_seconds"] for row in found)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_nan_loss_names_its_step_and_is_recorded(root, unbroken, ahead):
     config = make(root, f"diverged-{ahead}", optimizer__learning_rate=1e30, seed=1, train__ahead=ahead)
     with pytest.raises(errors.NonFiniteLossError, match=r"loss is (nan|inf) at step 2; state and batch are in"):
@@ -240,6 +240,7 @@ def compiled(root):
     return config, training
 
 
+@pytest.mark.slow
 def test_validation_is_compiled_before_the_first_step(compiled):
     """Out of memory there is known at once, not after the last step."""
     _, training = compiled

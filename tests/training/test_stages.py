@@ -93,13 +93,16 @@ def groups(params):
 params_of = hk.data_structures.traverse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["model", "indexer"])
 def test_each_loss_reaches_its_own_parameters_alone(of):
     for group, name, gradient in groups(gradients(of)):
         assert gradient.any() == (group == of), name
 
 
-@pytest.mark.parametrize(("stage", "weight"), STAGES)
+@pytest.mark.parametrize(
+    ("stage", "weight"), [ALL, *(pytest.param(*one, marks=pytest.mark.slow) for one in STAGES if one != ALL)]
+)
 def test_a_stage_changes_what_it_trains_and_nothing_else(stage, weight):
     """Weight decay included: every parameter is large enough to shrink visibly."""
     before, (after, _) = initial_state(), updated(stage, weight)
@@ -197,6 +200,7 @@ def final_state(config):
     return checkpoints.read(there, checkpoints.steps(there)[0], like).state
 
 
+@pytest.mark.slow
 def test_a_stage_starts_where_another_ended(chain):
     dense, warmup, sparse = (final_state(config) for config in chain.values())
     for (group, name, old), (_, _, new) in zip(groups(dense.params), groups(warmup.params), strict=True):
@@ -206,6 +210,7 @@ def test_a_stage_starts_where_another_ended(chain):
     assert optax_counts(sparse.opt_state) == [8, 4, 8, 4]
 
 
+@pytest.mark.slow
 def test_what_a_stage_began_with_is_recorded_and_left_as_it_is(chain):
     dense = folder_of(chain["dense"])
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in dense.rglob("*")}
@@ -229,6 +234,7 @@ def _like(config):
     return Spec.make(read(config)), optimizer.build(Spec.make(read(config))), config.seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["interrupted", "nan loss", ""])
 def test_a_run_that_did_not_end_well_is_not_started_from(chain, tmp_path, status):
     shutil.copytree(folder_of(chain["dense"]), tmp_path / "other")

@@ -51,6 +51,7 @@ def wait_for(condition, process):
     assert process.poll() is None, process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGUSR1))]
 )
@@ -127,6 +128,7 @@ def test_signal_in_validation_is_heard_and_the_step_is_saved_before(start, tmp_p
     assert ["val_loss" in row for row in recorded] == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_signal_before_the_first_step_says_that_nothing_is_saved(start, tmp_path):
     """Sent while it compiles, and reads text."""
     process = start(*LONG)

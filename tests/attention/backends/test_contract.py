@@ -263,7 +263,9 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-@pytest.mark.parametrize(("kind", "steps"), [("hca", 0), ("hca", 3), ("csa", 0)])
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("hca", 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("hca", 3), ("csa", 0)))]
+)
 def test_backward_blocks_of_other_sizes(kind, steps, blocks):
     """Splash's alone."""
     options = Kernel(dq_reduction_steps=steps, block_kv_dkv_compute=128, **blocks)

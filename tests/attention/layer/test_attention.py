@@ -91,6 +91,7 @@ def reached(kind: str, x, *rows: int, segments=None, positions=None, settings=SM
     return np.abs(gradients).max(-1) > 0
 
 
+@pytest.mark.slow
 @every_kind
 def test_parameters_depend_on_neither_length_nor_backend(kind):
     def shapes(backend, seq_len):
@@ -238,6 +239,7 @@ def test_the_loss_gives_the_indexer_no_gradient():
         assert gradient.any() != ("indexer" in module), (module, name)
 
 
+@pytest.mark.slow
 @every_kind
 def test_heads_in_groups_are_the_same_heads(kind):
     def gradients(settings):

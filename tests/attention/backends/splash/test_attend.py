@@ -168,7 +168,12 @@ def test_interpreted_memory_is_nan_until_written():
 
 
 TPU = [
-    pytest.param(strategy, visibility, id=f"{strategy}-{visibility.kind}")
+    pytest.param(
+        strategy,
+        visibility,
+        id=f"{strategy}-{visibility.kind}",
+        marks=() if strategy.options.dq_reduction_steps == 0 else pytest.mark.slow,
+    )
     for visibility in lib.visibilities(128, 128).values()
     for strategy in lib.strategies(visibility, 1000)
     if strategy.backend == "splash"

@@ -50,6 +50,7 @@ def assert_same(info, schedule, dynamic_grid):
     assert len({block.tobytes() for block in blocks}) == len(blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [
@@ -108,6 +109,7 @@ def evaluated(info, layout, block_q, block_kv, *, transposed):
     return mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [None, 3])
 def test_hybrid_holds_the_indexers_choice(steps):
     rng = np.random.default_rng(1)
