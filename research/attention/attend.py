@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
+from research import hardware
 from research.attention.backends import NAMES
 from research.attention.visibility import Visibility
 from research.errors import SettingError
@@ -40,10 +41,12 @@ class Target:
       platform: 'cpu', 'gpu' or 'tpu'.
       checks_memory: whether a list of blocks that exceeds a TPU core's scalar memory is refused before compiling. False
         leaves the check to the compiler.
+      chip: its name in `research.hardware`, empty if unknown.
     """
 
     platform: str
     checks_memory: bool = True
+    chip: str = ""
 
 
 class Keys(NamedTuple):
@@ -61,7 +64,7 @@ class Documents:
 
     Attributes:
       positions: of the tokens, for RoPE alone. Visibility uses the index of a token in its sequence.
-      segments: ids of the documents, >= 0; `visibility.PADDING` for padding.
+      segments: ids of the documents, >= 0, whose tokens are consecutive; `visibility.PADDING` for padding.
       packed: False if it is known at compile time that each sequence is one document without padding.
     """
 
@@ -225,6 +228,12 @@ def platform() -> str:
     return jax.default_backend()
 
 
+def chip() -> str:
+    """The chip of this process's devices, a name in `research.hardware`; empty if unknown."""
+    found = hardware.find_chip(jax.devices()[0].device_kind)
+    return found.name if found else ""
+
+
 def resolve_backend(name: str, on_platform: str) -> str:
     """The backend for a value of `config.attention.backend`; 'auto' is the default backend of the platform.
 
@@ -232,7 +241,7 @@ def resolve_backend(name: str, on_platform: str) -> str:
       SettingError: there is no such backend.
     """
     if name == "auto":
-        return "splash" if on_platform == "tpu" else "blockwise"
+        return {"tpu": "splash", "gpu": "joined"}.get(on_platform, "blockwise")
     if name not in NAMES:
         raise SettingError("attention.backend", name, f"one of auto, {', '.join(NAMES)}")
     return name

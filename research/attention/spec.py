@@ -24,13 +24,16 @@ class Spec:
     target: Target
 
     @classmethod
-    def make(cls, settings: Settings, platform: str | None = None, *, checks_memory: bool = True) -> "Spec":
+    def make(
+        cls, settings: Settings, platform: str | None = None, *, checks_memory: bool = True, chip: str = ""
+    ) -> "Spec":
         """Checks the kinds of layers and the backend.
 
         Args:
           settings: all settings.
           platform: 'cpu', 'gpu' or 'tpu'; None is the platform of this process.
           checks_memory: see `Target`.
+          chip: see `Target`; of this process where `platform` is None.
 
         Raises:
           SettingError: there is no such kind of layer, or no such backend.
@@ -38,7 +41,9 @@ class Spec:
         layers = settings.model.layers
         if not layers or not set(layers) <= set(KINDS):
             raise SettingError("model.layers", layers, f"a non-empty tuple with members among {', '.join(KINDS)}")
-        target = Target(platform or attend_lib.platform(), checks_memory)
+        if platform is None:
+            platform, chip = attend_lib.platform(), attend_lib.chip()
+        target = Target(platform, checks_memory, chip)
         attend_lib.resolve_backend(settings.attention.backend, target.platform)
         return cls(settings, target)
 

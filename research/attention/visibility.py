@@ -73,6 +73,16 @@ class SlidingWindow:
         """As `local_mask`, without regard to documents."""
         return (t - j >= 0) & (t - j < self.window)
 
+    def local_range(self, t: Any, starts: Any) -> tuple[Any, Any]:
+        """The local keys that the query at token `t` sees, as the first one and the one after the last.
+
+        Args:
+          t: tokens of the queries.
+          starts: the first tokens of their documents, whose tokens are consecutive; `PADDING` sees none.
+        """
+        first = (t - self.window + 1).clip(starts)
+        return (first * (starts >= 0)).clip(0), (t + 1) * (starts >= 0)
+
     def num_entries(self, seq_len: Any) -> Any:
         """Number of complete entries of a sequence: 0."""
         return seq_len * 0
@@ -121,6 +131,11 @@ class HeavilyCompressed(SlidingWindow):
     def sees_compressed(self, t: Any, c: Any) -> Any:
         """As `entry_mask`, without regard to documents and selection: whether entry `c` is complete at token `t`."""
         return (c + 1) * self.ratio <= t + 1
+
+    def entry_range(self, t: Any, starts: Any) -> tuple[Any, Any]:
+        """The entries that the query at token `t` sees, without regard to selection; as `local_range`."""
+        first = -(-starts.clip(0) // self.ratio)
+        return first, first.clip((t + 1) // self.ratio) * (starts >= 0)
 
     def num_entries(self, seq_len: Any) -> Any:
         """Number of complete entries of a sequence. An incomplete last window has no entry."""

@@ -68,7 +68,7 @@ def rows(program: Program) -> Iterator[dict[str, Any]]:
     """
     settings, what = program.settings, program.what
     chip = hardware.topology_chip(settings.aot.topology)
-    spec = Spec.make(settings, chip.platform, checks_memory=False)
+    spec = Spec.make(settings, chip.platform, checks_memory=False, chip=chip.name)
     common = identify(program)
     try:
         start = time.perf_counter()
@@ -178,13 +178,14 @@ def _compile(topology: str, asked: _Asked, *, free_layout: bool) -> dict[str, An
     With `free_layout` a TPU's compiler lays out arguments and results as it likes, as it does inside a model; else, and
     on a GPU, in rows.
     """
-    platform = hardware.topology_chip(topology).platform
-    placed = SingleDeviceSharding(targets.devices(topology)[0])
+    platform, device = hardware.topology_chip(topology).platform, targets.devices(topology)[0]
+    placed = SingleDeviceSharding(device)
     if free_layout and platform == "tpu":
         placed = Format(Layout.AUTO, placed)
     start = time.perf_counter()
     jitted = jax.jit(asked.function, in_shardings=placed, out_shardings=placed, donate_argnums=asked.donated)
-    lowered = jitted.trace(*asked.arguments).lower(lowering_platforms=(targets.lowering_platform(topology),))
+    with jax.default_device(device):  # kernels ask which it is
+        lowered = jitted.trace(*asked.arguments).lower(lowering_platforms=(targets.lowering_platform(topology),))
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()

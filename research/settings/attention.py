@@ -19,7 +19,7 @@ class Kernel(Group, group="attention"):
 
     schedule: str = setting("auto", "sliding and HCA layers: which key blocks are visited; by backend and kind")
     csa_schedule: str = setting(
-        "auto", "CSA layers: hybrid or dynamic (splash), stream or gather (blockwise)", only="csa"
+        "auto", "CSA layers: hybrid or dynamic (splash), stream or gather (blockwise, joined)", only="csa"
     )
     block_q: int = setting(0, f"queries per block of the forward pass; {_CHOSEN}")
     block_kv: int = setting(0, f"keys per block of the forward pass; {_CHOSEN}")
@@ -32,6 +32,11 @@ class Kernel(Group, group="attention"):
         "splash: key blocks between reductions of dq; 0: the schedule's own way, 3: a ring buffer",
         Allowed(lambda steps: steps in (0, 3), "0 (the schedule's own) or 3"),
     )
+    flash_kernel: str = setting(
+        "auto",
+        "joined: what computes its two parts; auto: by the chip, xla where there is no GPU",
+        one_of("auto", "mosaic", "triton", "xla"),
+    )
     heads_per_call: int = setting(0, "splash: heads that a call of the kernel serves; 0: all")
     vmem_limit_kib: int = setting(0, f"splash on a TPU: vector memory that a kernel may take; {_CHOSEN}", UNSET_OR_MORE)
 
@@ -40,7 +45,7 @@ class Kernel(Group, group="attention"):
 class Attention(Kernel, group="attention"):
     """One set of settings for all attention layers of a model."""
 
-    backend: str = setting("auto", "what computes attention; auto: splash on a TPU, else blockwise")
+    backend: str = setting("auto", "what computes attention; auto: splash on a TPU, joined on a GPU, else blockwise")
     heads_at_once: int = setting(0, "heads that a layer computes at a time, recomputing them backward; 0: all")
     window: int = setting(128, "local keys that a query sees, its own included", POSITIVE)
     hca_ratio: int = setting(128, "tokens per entry of HCA layers", POSITIVE, kinds=("hca",))

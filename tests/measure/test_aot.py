@@ -10,7 +10,7 @@ from research.attention.attend import Attend, Sizes, Target
 from research.attention.spec import Spec
 from research.attention.visibility import CompressedSparse, HeavilyCompressed, SlidingWindow
 from research.errors import ConfigError
-from research.measure import aot, pipeline, roofline, search
+from research.measure import aot, pipeline, roofline, search, targets
 from research.measure.op import Op
 from research.settings import fields
 from research.settings.attention import Kernel
@@ -41,7 +41,7 @@ def fake_versions(*packages):
 
 @pytest.fixture
 def versions(monkeypatch):
-    monkeypatch.setattr(aot, "versions", fake_versions)
+    monkeypatch.setattr(targets, "versions", fake_versions)
 
 
 def test_ops_and_layers_are_points_by_kind_and_a_step_is_one():
@@ -65,7 +65,7 @@ def test_a_point_is_the_same_whatever_does_not_concern_it():
 def test_key_tells_points_and_versions_apart(versions, monkeypatch):
     (first,), (second,) = points(model__layers=("hca",)), points(model__layers=("hca",), data__seq_len=1024)
     keys = {pipeline.key(first), pipeline.key(second)}
-    monkeypatch.setattr(aot, "versions", lambda *packages: fake_versions(*packages) | {"libtpu": "4"})
+    monkeypatch.setattr(targets, "versions", lambda *packages: fake_versions(*packages) | {"libtpu": "4"})
     assert len(keys | {pipeline.key(first)}) == 3
 
 
@@ -105,7 +105,7 @@ def test_dense_attention_schedules_every_pair():
 
 
 def test_the_slower_side_bounds():
-    chip = hardware.Chip("one", flops=10.0, bandwidth=2.0, hbm_bytes=1)
+    chip = hardware.Chip("one", "tpu", flops=10.0, bandwidth=2.0, hbm_bytes=1)
     slow = roofline.bound(roofline.Cost(30.0, 5.0, 4.0), chip)
     assert (slow["roofline_seconds"], slow["bound"]) == (3.0, "compute")
     assert roofline.bound(roofline.Cost(30.0, 5.0, 8.0), chip)["bound"] == "memory"

@@ -128,6 +128,41 @@ def test_compiles_for_a_gpu(topology, kind, what):
 
 
 @needs_plugin
+@pytest.mark.parametrize(
+    ("topology", "kind", "kernel"),
+    [
+        ("h100:1", "hca", "mosaic"),
+        ("h100:1", "csa", "mosaic"),
+        ("h100:1", "csa", "triton"),
+        ("a100:1", "hca", "triton"),
+    ],
+)
+def test_a_joined_attention_is_a_few_kernels_and_no_loop(topology, kind, kernel):
+    asked = {"attention__flash_kernel": kernel, "attention__backend": "joined", "attention__top_k": 512}
+    (point,) = points(model__layers=(kind,), aot__topology=topology, data__seq_len=8192, **asked)
+    row = list(pipeline.run(point, timeout=300))[-1]
+    assert row["status"] == "ok", row.get("message")
+    assert (row["loop_trips"], row["unknown_loops"]) == (0, 0)
+    assert row["kernels"] <= 30 + 5 * (topology == "a100:1")
+    assert row["effective"]["flash_kernel"] == kernel
+
+
+@needs_plugin
+@pytest.mark.parametrize(("topology", "kernel"), [("h100:1", "mosaic"), ("a100:1", "triton")])
+def test_the_kernel_that_is_chosen_is_the_chips(topology, kernel):
+    (point,) = points(model__layers=("hca",), aot__topology=topology)
+    assert {row["effective"]["flash_kernel"] for row in pipeline.run(point, timeout=300)} == {kernel}
+
+
+@needs_plugin
+def test_a_kernel_that_does_not_serve_the_chip_is_a_row_that_says_so():
+    (point,) = points(model__layers=("hca",), aot__topology="a100:1", attention__flash_kernel="mosaic")
+    for row in pipeline.run(point, timeout=300):
+        assert row["status"] == "unsupported"
+        assert row["message"].startswith("flash_kernel=mosaic serves h100, h200, bfloat16, head widths up to 256")
+
+
+@needs_plugin
 def test_launches_of_a_compiled_loop_are_those_that_it_asks_for():
     placed = SingleDeviceSharding(targets.devices("h100:1")[0])
 

@@ -133,6 +133,8 @@ def test_every_setting_is_read(monkeypatch, tmp_path):
     run.run(read(config), {}, rich.console.Console(quiet=True))
     config.attention.backend = "splash"
     validate(read(config))
+    config.attention.backend = "joined"
+    validate(read(config))
     data.task(Settings().replace(data={"task": "needle"}))
     names = {*fields.field_names(base_config()), "train.read_by_nobody"}
     assert names - reads - written_reads() == {"train.read_by_nobody"}
@@ -152,6 +154,7 @@ REFUSED = [
     ({"model.layers": ("hca,csa",)}, r"model.layers=\('hca,csa',\): must be .* among sliding, hca, csa"),
     ({"model.layers": ("hca", "HCA")}, r"model.layers=\('hca', 'HCA'\): must be .* among sliding, hca, csa"),
     ({"model.dtype": "float16"}, "model.dtype='float16': must be one of float32, bfloat16"),
+    ({"attention.flash_kernel": "cuda"}, "attention.flash_kernel='cuda': must be one of auto, mosaic, triton, xla"),
     ({"rope.angles": "rounded"}, "rope.angles='rounded': must be one of exact, reference"),
     ({"model.remat": "full"}, "model.remat='full': must be one of none, block"),
     ({"attention.backend": "flash"}, "attention.backend='flash': must be one of auto, dot_product, .*splash"),
@@ -447,7 +450,7 @@ def test_effective_heads_per_call_and_precision_are_what_is_used(dtype, precisio
         assert (layer["heads_per_call"], layer["precision"]) == (2, precision)
 
 
-@pytest.mark.parametrize(("platform", "backend"), [("cpu", "blockwise"), ("gpu", "blockwise"), ("tpu", "splash")])
+@pytest.mark.parametrize(("platform", "backend"), [("cpu", "blockwise"), ("gpu", "joined"), ("tpu", "splash")])
 def test_auto_is_recorded_as_what_it_became(platform, backend):
     assert {layer["backend"] for layer in effective({}, platform).values()} == {backend}
     assert Attention().requested()["backend"] == "auto"
@@ -467,7 +470,8 @@ def test_requested_settings_are_recorded_as_they_were_asked():
     }
     requested = changed({**SPLASH, **asked}).attention.requested()
     names = (*Kernel.__dataclass_fields__, "index_heads_at_once", "index_entries_at_once")
-    unset = {name: 0 for name in names} | {"csa_schedule": "auto", "index_backend": "auto"}
+    unset = {name: 0 for name in names} | {"csa_schedule": "auto", "flash_kernel": "auto"}
+    unset["index_backend"] = "auto"
     assert requested == unset | {"backend": "splash"} | {name.partition(".")[2]: v for name, v in asked.items()}
 
 

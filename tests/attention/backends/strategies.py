@@ -13,7 +13,7 @@ import pytest
 from research.attention import attend as attend_lib
 from research.attention import backends
 from research.attention.attend import Attend, Documents, Keys, Sizes, Target
-from research.attention.backends import blockwise
+from research.attention.backends import blockwise, joined
 from research.attention.backends.splash import schedules
 from research.attention.visibility import KINDS, Visibility
 from research.settings.attention import Attention, Kernel
@@ -40,7 +40,15 @@ class Strategy:
     def attend(self, visibility: Visibility, target: Target | None = None) -> Attend:
         return Attend(self.backend, visibility, self.options, target or Target(attend_lib.platform()))
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether its kernels are, here: these take seconds."""
+        return self.backend == "splash" or self.options.flash_kernel == "triton"
+
     def __str__(self) -> str:
+        if self.backend == "joined":
+            names = (self.backend, self.options.flash_kernel, self.options.schedule)
+            return "-".join(name for name in names if name != "auto")
         if self.options.schedule == "auto":
             return self.backend
         apart = "-apart" if self.options.heads_per_call else ""
@@ -61,6 +69,8 @@ def strategies(visibility: Visibility, seq_len: int, block: int = 128) -> list[S
     ]
     asked += [dataclasses.replace(asked[2 * list(schedules.TABLE).index(name)], heads_per_call=1) for name in GROUPED]
     asked += [Kernel(schedule) for schedule in blockwise.SCHEDULES]
+    kernels = ("xla", "triton")
+    asked += [Kernel(way, flash_kernel=name) for name in kernels for way in ("auto", *joined.SCHEDULES)]
     found = []
     for name in backends.NAMES:
         distinct = {}
@@ -89,6 +99,8 @@ def parameters(by_kind: dict[str, Visibility], seq_len: int, quick: Callable[[st
 def is_default(kind: str, strategy: Strategy) -> bool:
     """Whether it has the schedule that is chosen for that kind, or none."""
     auto = Strategy("splash").attend(KINDS[kind].make(Attention()))
+    if strategy.backend == "joined":
+        return not strategy.interpreted
     return strategy.backend != "splash" or strategy.options.schedule in ("auto", schedules.chosen(auto))
 
 

@@ -76,8 +76,8 @@ def test_unknown_backend_is_told_the_known_ones():
 
 def test_auto_follows_the_platform():
     assert attend_lib.resolve_backend("auto", "tpu") == "splash"
-    for platform in ("cpu", "gpu"):
-        assert attend_lib.resolve_backend("auto", platform) == "blockwise"
+    assert attend_lib.resolve_backend("auto", "gpu") == "joined"
+    assert attend_lib.resolve_backend("auto", "cpu") == "blockwise"
     for name in backends.NAMES:
         assert attend_lib.resolve_backend(name, "cpu") == name
 

@@ -35,14 +35,14 @@ def cases():
             for strategy in lib.strategies(visibility, seq_len, block=512 if seq_len > 489 else 128):
                 if kind == "sliding" and not steps_unset(strategy):
                     continue  # HCA's local part is all of sliding attention: here, one way to reduce dq is enough
-                splash, known = strategy.backend == "splash", numbers[strategy.backend]
+                known = numbers[strategy.backend]
                 number = known.setdefault((kind, str(strategy)), len(known))
-                on_diagonal = (index - number) % (20 if splash else 2) == 0
+                on_diagonal = (index - number) % (20 if strategy.interpreted else 2) == 0
                 for setting, (packing, sinks) in enumerate(SETTINGS):
                     name = f"{strategy}-{kind}-{seq_len}-{packing.__name__}-{'sinks' if sinks else 'bare'}"
                     quick = on_diagonal and setting == (number + index) % len(SETTINGS)
                     marks = () if quick else pytest.mark.slow
-                    if quick or setting < 3 or not splash:
+                    if quick or setting < 3 or not strategy.interpreted:
                         found.append(pytest.param(strategy, visibility, seq_len, packing, sinks, id=name, marks=marks))
     return found
 
@@ -100,7 +100,10 @@ every_strategy = pytest.mark.parametrize(
     lib.parameters(
         SMALL,
         SEQ_LEN,
-        quick=lambda kind, strategy: steps_unset(strategy) and (kind != "sliding" or lib.is_default(kind, strategy)),
+        quick=lambda kind, strategy: (
+            lib.is_default(kind, strategy)
+            or (kind != "sliding" and strategy.backend == "splash" and steps_unset(strategy))
+        ),
     ),
 )
 
