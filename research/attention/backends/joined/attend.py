@@ -42,6 +42,8 @@ _GATHERED_BYTES = 64 * 2**20  # of the entries that are gathered at once
 def resolve(attend: Attend, sizes: Sizes) -> Effective:
     """See `attend.Backend`."""
     entries, options = attend.visibility.num_entries(sizes.seq_len), attend.options
+    if not attend.visibility.bands:
+        raise NotImplementedError(f"joined computes ranges of keys, which {attend.visibility.kind} has not")
     schedule = _schedule(attend, entries)
     kernel = _kernel(attend, sizes, schedule)
     streams_in_xla = kernel == "xla" and schedule != "gather"
@@ -155,7 +157,7 @@ class _Seen(NamedTuple):
     """Who sees what: local keys as tokens; entries as ranges, as booleans, or as the indices of those chosen."""
 
     local: Ranges
-    entries: Ranges | Bool[Array, "B T C"] | Int32[Array, "B T K"] | None
+    entries: Ranges | Bool[Array, "B q_len C"] | Int32[Array, "B q_len K"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,18 +183,18 @@ class _Plan:
             return xla.backward(self._cast(part), joint._replace(d_out=joint.d_out.astype(self.dtype)), self.block_kv)
         return _kernels().backward(self.kernel, part, joint, interpreted=self.interpreted)
 
-    def local_part(self, q: Shaped[Array, "B T H D"], local: Shaped[Array, "B T D"], ranges: Ranges) -> Part:
+    def local_part(self, q: Shaped[Array, "B q_len H D"], local: Shaped[Array, "B q_len D"], ranges: Ranges) -> Part:
         """Blocks of queries as sequences of their own, with the local keys that they can see."""
         blocks = q.shape[1] // self.block_q
         offset = jnp.arange(blocks, dtype=jnp.int32)[None, :, None] * self.block_q - self.before
         folded = (jnp.maximum(x.reshape(-1, blocks, self.block_q) - offset, 0) for x in ranges)
         return Part(self.fold(q), self.overlapping(local), Ranges(*(x.reshape(-1, self.block_q) for x in folded)))
 
-    def fold(self, x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "N block_q *rest"]:
+    def fold(self, x: Shaped[Array, "B q_len *rest"]) -> Shaped[Array, "sequences block_q *rest"]:
         """Blocks of queries, as many more sequences."""
         return x.reshape(-1, self.block_q, *x.shape[2:])
 
-    def overlapping(self, local: Shaped[Array, "B T D"]) -> Shaped[Array, "N k D"]:
+    def overlapping(self, local: Shaped[Array, "B q_len D"]) -> Shaped[Array, "sequences kv_len D"]:
         """The local keys of each block of queries, and those before it. Linear in `local`."""
         blocks = local.reshape(len(local), -1, self.block_q, local.shape[-1])
         back = self.before // self.block_q
@@ -207,23 +209,23 @@ class _Plan:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     plan: _Plan,
-    q: Float[Array, "B T H D"],
-    local: Float[Array, "B T D"],
+    q: Float[Array, "B q_len H D"],
+    local: Float[Array, "B q_len D"],
     entries: Float[Array, "B C D"],
     seen: _Seen,
     sinks: Float32[Array, " H"] | None,
-) -> Float[Array, "B T H D"]:
+) -> Float[Array, "B q_len H D"]:
     return _forward(plan, q, local, entries, seen, sinks)[0]
 
 
 def _forward(
     plan: _Plan,
-    q: Float[Array, "B T H D"],
-    local: Float[Array, "B T D"],
+    q: Float[Array, "B q_len H D"],
+    local: Float[Array, "B q_len D"],
     entries: Float[Array, "B C D"],
     seen: _Seen,
     sinks: Float32[Array, " H"] | None,
-) -> tuple[Float[Array, "B T H D"], Float32[Array, "B T H"]]:
+) -> tuple[Float[Array, "B q_len H D"], Float32[Array, "B q_len H"]]:
     """Output and log-sum-exp over all keys and the sink."""
     found = plan.forward(plan.local_part(q, local, seen.local))
     parts = [Softmax(*(x.reshape(*q.shape[:3], *x.shape[3:]) for x in found))]
@@ -238,7 +240,10 @@ def _forward(
 
 
 def _forward_entries(
-    plan: _Plan, q: Float[Array, "B T H D"], entries: Float[Array, "B C D"], seen: Ranges | Shaped[Array, "B T _"]
+    plan: _Plan,
+    q: Float[Array, "B q_len H D"],
+    entries: Float[Array, "B C D"],
+    seen: Ranges | Shaped[Array, "B q_len _"],
 ) -> Softmax:
     if not _gathers(seen):
         return plan.forward(Part(q, entries, seen))
@@ -250,12 +255,12 @@ def _forward_entries(
     return Softmax(*(_rejoined(x, q) for x in (out, logsumexp)))
 
 
-def _attend_forward(plan: _Plan, *arguments: Any) -> tuple[Float[Array, "B T H D"], tuple]:
+def _attend_forward(plan: _Plan, *arguments: Any) -> tuple[Float[Array, "B q_len H D"], tuple]:
     out, logsumexp = _forward(plan, *arguments)
     return out, (*arguments, out, logsumexp)
 
 
-def _attend_backward(plan: _Plan, residuals: tuple, d_out: Float[Array, "B T H D"]) -> tuple:
+def _attend_backward(plan: _Plan, residuals: tuple, d_out: Float[Array, "B q_len H D"]) -> tuple:
     q, local, entries, seen, sinks, out, logsumexp = residuals
     # A query that sees no key has no weights; one that only has a sink neither, by its log-sum-exp.
     joint = Joint(out, jnp.where(logsumexp > NOTHING / 2, logsumexp, -NOTHING), d_out)
@@ -280,11 +285,11 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _backward_entries(
     plan: _Plan,
-    q: Float[Array, "B T H D"],
+    q: Float[Array, "B q_len H D"],
     entries: Float[Array, "B C D"],
-    seen: Ranges | Shaped[Array, "B T _"],
+    seen: Ranges | Shaped[Array, "B q_len _"],
     joint: Joint,
-) -> tuple[Float32[Array, "B T H D"], Float32[Array, "B C D"]]:
+) -> tuple[Float32[Array, "B q_len H D"], Float32[Array, "B C D"]]:
     if not _gathers(seen):
         return plan.backward(Part(q, entries, seen), joint)
 
@@ -301,12 +306,12 @@ def _backward_entries(
     return _rejoined(d_q, q), d_entries
 
 
-def _gathers(seen: Ranges | Shaped[Array, "B T _"]) -> bool:
+def _gathers(seen: Ranges | Shaped[Array, "B q_len _"]) -> bool:
     return not isinstance(seen, Ranges) and seen.dtype == jnp.int32
 
 
 def _gathered_part(
-    q: Float[Array, "B g heads D"], indices: Int32[Array, "B g K"], entries: Float[Array, "B C D"]
+    q: Float[Array, "B group heads D"], indices: Int32[Array, "B group K"], entries: Float[Array, "B C D"]
 ) -> Part:
     """Every query a sequence of its own, of its heads, with the entries at its indices."""
     num_entries, size = entries.shape[1], indices.shape[-1]
@@ -318,7 +323,7 @@ def _gathered_part(
     return Part(folded, keys.reshape(-1, size, keys.shape[-1]), Ranges(jnp.zeros_like(end), end))
 
 
-def _heads_as_queries(x: Shaped[Array, "B g heads *rest"]) -> Shaped[Array, "N heads 1 *rest"]:
+def _heads_as_queries(x: Shaped[Array, "B group heads *rest"]) -> Shaped[Array, "sequences heads 1 *rest"]:
     return x.reshape(-1, x.shape[2], 1, *x.shape[3:])
 
 
@@ -331,7 +336,9 @@ def _in_groups(tree: tuple, entries: Float[Array, "B C D"]) -> tuple:
     return jax.tree.unflatten(jax.tree.structure(tree), [jnp.moveaxis(x, 1, 0) for x in split])
 
 
-def _rejoined(x: Shaped[Array, "groups N H 1 *rest"], q: Float[Array, "B T H D"]) -> Shaped[Array, "B T H *rest"]:
+def _rejoined(
+    x: Shaped[Array, "groups sequences H 1 *rest"], q: Float[Array, "B q_len H D"]
+) -> Shaped[Array, "B q_len H *rest"]:
     """The inverse of `_in_groups` and `_heads_as_queries`."""
     x = x.reshape(len(x), len(q), -1, x.shape[2], *x.shape[4:])
     return jnp.moveaxis(x, 0, 1).reshape(*q.shape[:3], *x.shape[4:])
@@ -339,12 +346,12 @@ def _rejoined(x: Shaped[Array, "groups N H 1 *rest"], q: Float[Array, "B T H D"]
 
 def _seen_entries(
     visibility: visibility_lib.HeavilyCompressed,
-    starts: Int32[Array, "B T"],
-    t: Int32[Array, "1 T"],
-    selected: Bool[Array, "B T C"] | None,
+    starts: Int32[Array, "B q_len"],
+    t: Int32[Array, "1 q_len"],
+    selected: Bool[Array, "B q_len C"] | None,
     *,
     gathers: bool,
-) -> Ranges | Bool[Array, "B T C"] | Int32[Array, "B T K"]:
+) -> Ranges | Bool[Array, "B q_len C"] | Int32[Array, "B q_len K"]:
     ranges = Ranges(*visibility.entry_range(t, starts))
     if selected is None:
         return ranges
@@ -355,7 +362,7 @@ def _seen_entries(
     return selection.at_most(chosen, visibility.top_k)
 
 
-def _document_starts(segments: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+def _document_starts(segments: Int32[Array, "B q_len"]) -> Int32[Array, "B q_len"]:
     """The first token of each token's document, `PADDING` at padding. A document's tokens are consecutive."""
     tokens = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     begins = pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0, True)

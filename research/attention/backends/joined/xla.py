@@ -36,7 +36,7 @@ def _forward(part: Part, *, block_kv: int) -> Softmax:
     shape = (*part.q.shape[:3], 1)
     initial = jnp.full(shape, NOTHING), jnp.zeros(shape), jnp.zeros(part.q.shape, jnp.float32)
 
-    def accumulate(softmax: tuple, block: tuple[Shaped[Array, "N block D"], Any]) -> tuple[tuple, None]:
+    def accumulate(softmax: tuple, block: tuple[Shaped[Array, "sequences N D"], Any]) -> tuple[tuple, None]:
         row_max, row_sum, out = softmax
         keys, seen = block
         logits = jnp.where(seen[:, :, None], _dot("nthd,nkd->nthk", part.q, keys) * _scale(keys), MASK_VALUE)
@@ -56,7 +56,7 @@ def _backward(part: Part, joint: Joint, *, block_kv: int) -> Gradients:
     out, logsumexp, d_out = joint
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
-    def differentiate(d_q: Float32[Array, "N t H D"], block: tuple) -> tuple[Array, Array]:
+    def differentiate(d_q: Float32[Array, "sequences q_len H D"], block: tuple) -> tuple[Array, Array]:
         keys, seen = block
         logits = jnp.where(seen[:, :, None], _dot("nthd,nkd->nthk", part.q, keys) * _scale(keys), MASK_VALUE)
         weights = jnp.exp(logits - logsumexp[..., None])
@@ -141,6 +141,6 @@ def _split(x: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..."
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
-def _scale(keys: Float[Array, "N block D"]) -> float:
+def _scale(keys: Float[Array, "sequences N D"]) -> float:
     """1 / sqrt(D), of the float32 logits: q would be rounded to its dtype."""
     return keys.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""tokamax's splash attention kernels. The only module that imports tokamax.
+"""tokamax's splash attention kernels. Beside `joined/kernels.py` the only module that imports tokamax.
 
 The kernels are at the same private path in both tested versions. This module loads its own copy of tokamax's kernel
 module and changes two things in it:
