@@ -12,7 +12,7 @@ NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "analysis" / "notebooks"
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["masks", "recall", "seed_claims", "training_curves"]
+    assert [path.stem for path in NOTEBOOKS] == ["gpu_attention", "masks", "recall", "seed_claims", "training_curves"]
 
 
 # By default one for all.

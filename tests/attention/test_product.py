@@ -87,7 +87,7 @@ def layer_gradients(kind, spec, seq_len=64):
     return run, params, x
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("platform", ["tpu", pytest.param("cuda", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["blockwise", "dot_product"])
 def test_a_layer_in_float32_rounds_no_operand(backend, kind, platform):

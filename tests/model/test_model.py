@@ -91,7 +91,9 @@ def test_parameters_do_not_depend_on_the_backend():
     jax.tree.map(np.testing.assert_array_equal, values("dot_product"), values("blockwise"))
 
 
-@pytest.mark.parametrize("backend", [name for name in backends.NAMES if name != "dot_product"])
+@pytest.mark.parametrize(
+    "backend", ["blockwise", *(pytest.param(x, marks=pytest.mark.slow) for x in ("joined", "splash"))]
+)
 def test_one_checkpoint_serves_every_backend(backend):
     arguments = row([0] * 20 + [1] * 30 + [-1] * 14)
     expected = logits(arguments, backend="dot_product")

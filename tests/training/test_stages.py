@@ -115,6 +115,7 @@ def test_a_stage_changes_what_it_trains_and_nothing_else(stage, weight):
         assert not any(same) if group in STAGES[stage, weight] else all(same), group
 
 
+@pytest.mark.slow
 def test_trees_do_not_depend_on_stage_or_weight():
     structures = {jax.tree.structure(updated(*key)[0]) for key in STAGES}
     assert structures == {jax.tree.structure(initial_state())}
@@ -249,6 +250,7 @@ def test_a_run_that_did_not_end_well_is_not_started_from(chain, tmp_path, status
         train(config)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_started_from_and_stays_where_it_is(chain, tmp_path):
     shutil.copytree(folder_of(chain["dense"]), tmp_path / "other")
     (tmp_path / "other" / "checkpoints" / "4" / "state" / "manifest.ocdbt").unlink()
@@ -272,6 +274,7 @@ def test_rows_tell_the_stages_apart(chain):
         assert summary["val_indexer_recall"] == recorded[-1]["val_indexer_recall"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -101,8 +101,7 @@ every_strategy = pytest.mark.parametrize(
         SMALL,
         SEQ_LEN,
         quick=lambda kind, strategy: (
-            lib.is_default(kind, strategy)
-            or (kind != "sliding" and strategy.backend == "splash" and steps_unset(strategy))
+            lib.is_default(kind, strategy) or (kind == "hca" and strategy.backend == "splash" and steps_unset(strategy))
         ),
     ),
 )

@@ -36,6 +36,7 @@ _DEFAULT_VMEM_LIMIT_KIB = 98_304  # the compiler's default, 16 MiB, is too small
 def resolve(attend: Attend, sizes: Sizes) -> Effective:
     """See `attend.Backend`."""
     visibility, options, heads = attend.visibility, attend.options, sizes.heads
+    attend.refuse_unread("schedule", *(name for name in options.__dataclass_fields__ if name != "flash_kernel"))
     schedule = schedules.chosen(attend)
     heads_per_call = options.heads_per_call
     if heads_per_call < 0 or (heads_per_call and heads % heads_per_call):

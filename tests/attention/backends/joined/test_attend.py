@@ -84,6 +84,15 @@ def test_what_has_no_effect_or_does_not_fit_is_refused(options, message):
         effective(**options)
 
 
+@pytest.mark.parametrize("backend", ["dot_product", "blockwise", "splash"])
+def test_no_other_backend_takes_its_kernels(backend):
+    attend = lib.Strategy(backend, Kernel(flash_kernel="xla")).attend(KINDS["hca"])
+    with pytest.raises(
+        SettingError, match=r"flash_kernel='xla': must be left at 'auto': it has no effect with backend="
+    ):
+        attend.effective(lib.sizes(SEQ_LEN))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packing", [lib.documents, lib.padding])
 def test_ranges_are_the_masks(kind, packing):
