@@ -47,6 +47,7 @@ def draw(rows: list[Row], file: pathlib.Path | io.BytesIO) -> None:
                 points = sorted({row["seq_len"]: row[field] * factor for row in found}.items())
                 panel.plot(*zip(*points, strict=True) if points else ([], []), label=name, **style.line(number))
             panel.set(xscale="log", yscale="log")
+            panel.margins(x=0.15)
             panel.grid(alpha=0.3)
             if not place:
                 panel.set_ylabel(heading)
