@@ -4,6 +4,7 @@ The real compilers run, on abstract arguments; nothing is executed. A process of
 environment set by `ENVIRONMENT`: a crash or a hang loses that program only.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -149,7 +150,9 @@ def _layer(spec: Spec) -> dict[str, _Asked]:
 
     x = jax.ShapeDtypeStruct((*size, settings.model.hidden), settings.model.dtype)
     positions = jax.ShapeDtypeStruct(size, jnp.int32)
-    params = jax.eval_shape(layer.init, jax.random.key(0), x, positions)
+    key = jax.random.key(0)  # on a device that is here
+    with _traced_for(settings.aot.topology):
+        params = jax.eval_shape(layer.init, key, x, positions)
 
     def forward_backward(
         params: hk.Params, x: jax.Array, positions: jax.Array, d_out: jax.Array
@@ -159,6 +162,11 @@ def _layer(spec: Spec) -> dict[str, _Asked]:
 
     cost = roofline.attention_cost(spec) + roofline.matrices_cost(spec, params)
     return {"forward_backward": _Asked(forward_backward, (params, x, positions, x), cost)}
+
+
+def _traced_for(topology: str) -> contextlib.AbstractContextManager[None]:
+    """Within it, kernels that ask for the device are told one of the topology. Nothing can be computed there."""
+    return jax.default_device(targets.devices(topology)[0])
 
 
 def _step(spec: Spec) -> dict[str, _Asked]:
@@ -178,13 +186,13 @@ def _compile(topology: str, asked: _Asked, *, free_layout: bool) -> dict[str, An
     With `free_layout` a TPU's compiler lays out arguments and results as it likes, as it does inside a model; else, and
     on a GPU, in rows.
     """
-    platform, device = hardware.topology_chip(topology).platform, targets.devices(topology)[0]
-    placed = SingleDeviceSharding(device)
+    platform = hardware.topology_chip(topology).platform
+    placed = SingleDeviceSharding(targets.devices(topology)[0])
     if free_layout and platform == "tpu":
         placed = Format(Layout.AUTO, placed)
     start = time.perf_counter()
     jitted = jax.jit(asked.function, in_shardings=placed, out_shardings=placed, donate_argnums=asked.donated)
-    with jax.default_device(device):  # kernels ask which it is
+    with _traced_for(topology):
         lowered = jitted.trace(*asked.arguments).lower(lowering_platforms=(targets.lowering_platform(topology),))
     middle = time.perf_counter()
     compiled = lowered.compile()
