@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import ml_collections
 import rich.console
@@ -63,6 +63,7 @@ def run(main: Callable[[], int], *, config_required: bool = True, check: Callabl
     def guarded(argv: Sequence[str]) -> None:
         del argv
         logging.set_verbosity(logging.FATAL)  # orbax tells at length what it also raises
+        _hush_writers()
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         try:
             check()
@@ -155,6 +156,20 @@ def _parse(argv: Sequence[str], config_required: bool) -> list[str]:
     if config_required and takes_config and line.config is None:
         raise ConfigError("--config: is missing; must be experiments/NAME.py or experiments/NAME.py:ARG, see --help")
     return unparsed
+
+
+def _hush_writers() -> None:
+    """Keeps quiet the threads that still write a checkpoint of which another part has failed, as on a full disk.
+
+    Each would print that the event loop of its writer is gone; that writer raises what is wrong.
+    """
+    told = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:  # its type has no name at run time
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            told(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _end_at_once(number: int, frame: types.FrameType | None) -> None:

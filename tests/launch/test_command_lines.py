@@ -1,6 +1,7 @@
 """Whatever is typed, the answer is the right run or a line that says what to change: real launchers and processes."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -279,6 +280,37 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path):
     code, out, err = run("report", f"--runs={tmp_path}", cwd=tmp_path)
     assert (code, out) == (0, f"{before}\n"), err
     assert before.read_text().endswith("</html>")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MiB, which a run's first checkpoints fill."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("may not mount a small disk here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_a_line(small_disk, tmp_path):
+    filled = ["--config.train.checkpoint_every=1", "--config.train.keep_last=100", "--config.wandb.mode=disabled"]
+    code, _, err = run("train", TINY, *filled, f"--config.run.root={small_disk}", cwd=tmp_path)
+    assert (code, err.count("\n")) == (1, 1), err
+    assert err.startswith("disk full: [Errno 28] No space left on device: ")
+
+
+@pytest.mark.slow
+def test_what_the_length_leaves_idle_is_a_warning_on_screen_and_in_the_record(tmp_path):
+    asked = ["--config.attention.window=4096", "--config.train.steps=2e0", "--config.optimizer.warmup_steps=1"]
+    code, out, err = run("train", TINY, *asked, "--config.run.id=a", "--config.wandb.mode=disabled", cwd=tmp_path)
+    assert code == 0, err
+    (start,) = (json.loads(line) for line in (tmp_path / "runs" / "a" / "starts.jsonl").read_text().splitlines())
+    assert any("attention.window=4096" in note for note in start["notes"])
+    for note in start["notes"]:
+        assert f"warning: {note}\n" in out
 
 
 @pytest.mark.slow

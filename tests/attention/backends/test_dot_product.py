@@ -40,7 +40,7 @@ def test_logits_far_apart():
 
 @pytest.mark.parametrize("field", dataclasses.fields(Kernel), ids=lambda field: field.name)
 def test_every_option_is_refused(field):
-    values = {"schedule": "dynamic", "csa_schedule": "dynamic", "dq_reduction_steps": 3}
+    values = {"schedule": "dynamic", "csa_schedule": "dynamic", "dq_reduction_steps": 3, "flash_kernel": "xla"}
     options = Kernel(**{field.name: values.get(field.name, 128)})
     attend = lib.Strategy("dot_product", options).attend(SlidingWindow(8))
     if field.name == "csa_schedule":  # of other layers it says nothing
