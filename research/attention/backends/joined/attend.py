@@ -9,6 +9,8 @@ The parts are joined by their log-sum-exp and the sink's logit. The gradient of 
 the output over all keys (as in ring attention, Liu et al. 2023), so each part's own backward kernel serves.
 
 A part is computed by tokamax's kernels, `mosaic` for Hopper or `triton`, or in plain XLA.
+
+This file is not split: each step of the backward pass is the gradient of a step of the forward pass.
 """
 
 import dataclasses
@@ -46,12 +48,13 @@ def resolve(attend: Attend, sizes: Sizes) -> Effective:
         raise NotImplementedError(f"joined computes ranges of keys, which {attend.visibility.kind} has not")
     schedule = _schedule(attend, entries)
     kernel = _kernel(attend, sizes, schedule)
-    streams_in_xla = kernel == "xla" and schedule != "gather"
-    reads = ["flash_kernel", "block_q", *(["block_kv"] if streams_in_xla else []), *(["schedule"] if schedule else [])]
+    in_xla = kernel == "xla"
+    reads = ["flash_kernel", "block_q", *(["block_kv"] if in_xla else []), *(["schedule"] if schedule else [])]
     attend.refuse_unread(*reads)
+    most = round_up(sizes.seq_len, _DEFAULT_BLOCK)
     for name in ("block_q", "block_kv"):
-        if not 0 <= getattr(options, name) <= round_up(sizes.seq_len, _DEFAULT_BLOCK):
-            raise attend.error(name, f"0 (chosen for you) or between 1 and {sizes.seq_len}")
+        if not 0 <= getattr(options, name) <= most:
+            raise attend.error(name, f"0 (chosen for you) or between 1 and {most}")
     if kernel == "mosaic" and options.block_q % _MOSAIC_QUERIES:
         raise attend.error("block_q", f"0 (chosen for you) or a multiple of {_MOSAIC_QUERIES} with flash_kernel=mosaic")
     effective = {
@@ -60,7 +63,7 @@ def resolve(attend: Attend, sizes: Sizes) -> Effective:
         "accumulation_dtype": "float32",
         "precision": precision_name(sizes.dtype),
     }
-    if streams_in_xla:
+    if in_xla:
         effective["block_kv"] = options.block_kv or _DEFAULT_BLOCK
     if schedule:
         effective["schedule"] = schedule
