@@ -2,6 +2,7 @@ import atexit
 import gc
 import os
 import shutil
+import subprocess
 import tempfile
 import types
 
@@ -66,3 +67,15 @@ def unchecked_shapes():
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2 MiB, which a run's checkpoints fill."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("may not mount a small disk here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)

@@ -67,6 +67,8 @@ def test_its_launchers_work_from_any_folder(installed, tmp_path):
 @pytest.mark.slow
 def test_every_room_of_the_sources_is_in_it(installed):
     for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
+        for path in (ROOT / room).rglob("*.*"):
             relative = path.relative_to(ROOT)
+            if path.suffix not in (".py", ".j2", ".jsonl", ".txtpb"):
+                continue
             assert (installed / relative).exists() or "notebooks" in relative.parts, relative

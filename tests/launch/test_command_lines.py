@@ -282,18 +282,6 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path):
     assert before.read_text().endswith("</html>")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 3 MiB, which a run's first checkpoints fill."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("may not mount a small disk here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
 @pytest.mark.slow
 def test_a_full_disk_is_a_line(small_disk, tmp_path):
     filled = ["--config.train.checkpoint_every=1", "--config.train.keep_last=100", "--config.wandb.mode=disabled"]

@@ -28,18 +28,6 @@ def make(folder, **overrides):
     return config
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 2 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("may not mount a small disk here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
 @pytest.mark.slow
 def test_disk_fills_up_while_checkpoints_are_written(small_disk):
     config = make(small_disk / "run", train__checkpoint_every=1, train__keep_last=100)

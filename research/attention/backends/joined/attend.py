@@ -15,6 +15,7 @@ This file is not split: each step of the backward pass is the gradient of a step
 
 import dataclasses
 import functools
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -373,7 +374,7 @@ def _document_starts(segments: Int32[Array, "B q_len"]) -> Int32[Array, "B q_len
     return jnp.where(segments >= 0, starts, visibility_lib.PADDING)
 
 
-def _kernels():  # noqa: ANN202
+def _kernels() -> types.ModuleType:
     """Imported on first use: importing tokamax takes a second."""
     from research.attention.backends.joined import kernels
 
