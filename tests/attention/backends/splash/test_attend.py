@@ -254,14 +254,15 @@ def test_static_schedule_is_evaluated_once_for_many_layers(monkeypatch):
     assert layers(3) == once
 
 
+@pytest.mark.parametrize("packed", [False, True])  # on which the kernel's ring of partial sums depends
 @pytest.mark.parametrize("schedule", [name for name, schedule in schedules.TABLE.items() if schedule.host])
-def test_the_hosts_part_is_computed_once_before_tracing_or_in_it(schedule):
+def test_the_hosts_part_is_computed_once_before_tracing_or_in_it(schedule, packed):
     visibility = HCA if schedule in schedules.expressing("hca") else CompressedSparse(100, 4, 24)
     attend = op(Kernel(schedule, schedule), visibility)
-    arguments, _ = lib.inputs(visibility, 256)
+    arguments, _ = lib.inputs(visibility, 256, lib.documents(256) if packed else None)
     host = schedules.TABLE[schedule].host
     host.cache_clear()
-    sizes = lib.sizes(256, "float32", packed=True)
+    sizes = lib.sizes(256, "float32", packed=packed)
     splash_attend.build_host(attend, sizes, attend.effective(sizes))
     for _ in range(2):
         jax.eval_shape(lambda: lib.call(attend, arguments))
