@@ -116,7 +116,8 @@ def common_settings() -> Settings:
     Raises:
       ConfigError: a value is not allowed.
     """
-    chosen, layers = experiment.config(target()), config().model.layers
+    chosen, model = experiment.config(target()), config().model
+    layers = (*model.prefix, *model.layers)
     fields.override(chosen, {name: value for name, value in overrides().items() if not is_idle(name, layers)})
     return read(chosen)
 

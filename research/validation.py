@@ -5,6 +5,7 @@ import jax
 from research import data
 from research.attention.spec import Spec
 from research.errors import ConfigError
+from research.model import feed_forward
 from research.settings.config import Settings
 
 
@@ -26,6 +27,7 @@ def validate(settings: Settings, platform: str | None = None, *, checks_memory: 
     check_precision()
     spec = Spec.make(settings, platform, checks_memory=checks_memory)
     data.check(settings, spec.alignment)
+    feed_forward.effective(spec)
     if any(layer.get("interpreted") for layer in spec.effective().values()):
         for group, name in ((settings.model, "remat"), (settings.attention, "heads_at_once")):
             if not group.is_default(name):

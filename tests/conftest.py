@@ -2,6 +2,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import types
@@ -49,6 +50,8 @@ def _share_programs():
 
 
 _share_programs()
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells have what they run in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 devices.ignore_absent_devices()
 if jax.config.jax_platforms:
     os.environ["JAX_PLATFORMS"] = jax.config.jax_platforms  # of programs that tests start without a launcher

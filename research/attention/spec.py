@@ -7,7 +7,6 @@ from research.attention import attend as attend_lib
 from research.attention.attend import Attend, Effective, Sizes, Target
 from research.attention.indexer.scores import Scoring
 from research.attention.visibility import KINDS, CompressedSparse, Visibility
-from research.errors import SettingError
 from research.settings.config import Settings
 
 
@@ -38,9 +37,11 @@ class Spec:
         Raises:
           SettingError: there is no such kind of layer, or no such backend.
         """
-        layers = settings.model.layers
-        if not layers or not set(layers) <= set(KINDS):
-            raise SettingError("model.layers", layers, f"a non-empty tuple with members among {', '.join(KINDS)}")
+        model = settings.model
+        if not model.layers or not set(model.layers) <= set(KINDS):
+            raise model.error("layers", f"a non-empty tuple with members among {', '.join(KINDS)}")
+        if not set(model.prefix) <= set(KINDS):
+            raise model.error("prefix", f"a tuple with members among {', '.join(KINDS)}")
         if platform is None:
             platform, chip = attend_lib.platform(), attend_lib.chip()
         target = Target(platform, checks_memory, chip)
@@ -50,7 +51,7 @@ class Spec:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The distinct kinds of attention of the layers."""
-        return tuple(dict.fromkeys(self.settings.model.layers))
+        return self.settings.model.kinds
 
     @property
     def backend(self) -> str:

@@ -25,7 +25,7 @@ from research.attention.spec import Spec
 from research.measure import launches, roofline, targets
 from research.measure.op import Op
 from research.measure.program import Program, attention_alone, keep
-from research.model import language_model
+from research.model import feed_forward, language_model
 from research.settings.config import Settings
 from research.training import optimizer as optimizer_lib
 from research.training import step as step_lib
@@ -41,12 +41,12 @@ def programs(settings: Settings, platform: str = "tpu") -> list[Program]:
     topology, found = {"topology": settings.aot.topology}, []
     for what in settings.aot.what:
         if what == "step":
-            kept = [keep(settings, "model", "attention", "rope", "optimizer", "train")]
+            kept = [keep(settings, "model", "experts", "attention", "rope", "optimizer", "train")]
         elif what == "layer":
-            alone = [settings.for_kind(kind) for kind in dict.fromkeys(settings.model.layers)]
+            alone = [settings.for_kind(kind) for kind in settings.model.kinds]
             kept = [keep(one, "model", "attention", "rope") for one in alone]
         else:
-            kept = [attention_alone(settings, kind) for kind in dict.fromkeys(settings.model.layers)]
+            kept = [attention_alone(settings, kind) for kind in settings.model.kinds]
         found += [Program("aot", what, one.replace(aot=topology)) for one in kept]
     return found
 
@@ -76,7 +76,7 @@ def rows(program: Program) -> Iterator[dict[str, Any]]:
         effective = _effective(spec, what)
         host_seconds = {"schedule_seconds": time.perf_counter() - start}
         common["effective"] = effective if len(effective) > 1 else next(iter(effective.values()))
-        common["schedule"] = "+".join(dict.fromkeys(e.get("schedule", "") for e in effective.values()))
+        common["schedule"] = "+".join(dict.fromkeys(effective[kind].get("schedule", "") for kind in spec.kinds))
         compiled = {"op": _op, "layer": _layer, "step": _step}[what](spec)
     except Exception as error:
         yield from (common | {"phase": phase, **failure(error)} for phase in PHASES[what])
@@ -102,7 +102,7 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def _effective(spec: Spec, what: str) -> dict[str, Effective]:
-    """Effective settings by kind of layer; builds what schedules the host makes of them, and keeps it."""
+    """Effective settings by kind of layer, and experts'; builds what schedules the host makes of them, and keeps it."""
     effective = {}
     for kind in spec.kinds:
         attend, sizes = spec.attend(kind), spec.sizes(packed=what == "step")
@@ -111,7 +111,7 @@ def _effective(spec: Spec, what: str) -> dict[str, Effective]:
             raise NotImplementedError(f"{spec.backend}: interpreted kernels run only on a device that is here")
         if spec.backend == "splash":
             splash.build_host(attend, sizes, effective[kind])
-    return effective
+    return effective | (feed_forward.effective(spec) if what == "step" else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +175,7 @@ def _step(spec: Spec) -> dict[str, _Asked]:
     tokens = jax.ShapeDtypeStruct((settings.data.batch_size, settings.data.seq_len), jnp.int32)
     batch = dict.fromkeys(("inputs", "targets", "positions", "segments"), tokens)
     update = step_lib.make_update(spec, language_model.build(spec), optimizer)
-    unused = () if settings.model.tied_head else ("embed",)
-    cost = roofline.attention_cost(spec) + roofline.matrices_cost(spec, state.params, unused=unused)
+    cost = roofline.attention_cost(spec) + roofline.matrices_cost(spec, state.params)
     return {"update": _Asked(update, (state, batch), cost, donated=(0,))}
 
 

@@ -26,7 +26,7 @@ def programs(settings: Settings, platform: str) -> list[Program]:
     """The attention of every kind of layer in a config."""
     del platform
     repeats = {"repeats": settings.bench.repeats}
-    kinds = dict.fromkeys(settings.model.layers)
+    kinds = settings.model.kinds
     return [Program("bench", "op", attention_alone(settings, kind).replace(bench=repeats)) for kind in kinds]
 
 

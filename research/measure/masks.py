@@ -42,7 +42,7 @@ def programs(settings: Settings, platform: str = "tpu") -> list[Program]:
     if Spec.make(settings, "tpu").backend != "splash":
         return []
     found = []
-    for kind in dict.fromkeys(settings.model.layers):
+    for kind in settings.model.kinds:
         alone = attention_alone(settings, kind).replace(attention={"backend": "splash"}, data={"batch_size": 1})
         op, effective = _resolved(alone)
         chosen = {name: effective[name] for name in _CHOSEN} | {op.schedule_setting: effective["schedule"]}

@@ -46,7 +46,7 @@ def programs(settings: Settings, platform: str) -> list[Program]:
     """Both sides, for each kind of layer."""
     del platform
     found = []
-    for kind in dict.fromkeys(settings.model.layers):
+    for kind in settings.model.kinds:
         kept = keep(settings.for_kind(kind), model={"layers": (kind,), "hidden": _HIDDEN}, attention=SIZES)
         found += [Program("peers", side, kept.replace(data={"batch_size": 1})) for side in PHASES]
     return found

@@ -7,14 +7,15 @@ counted are all that it could reach.
 """
 
 import dataclasses
-import math
 from typing import Any
 
-import jax
+import haiku as hk
 
 from research.attention.spec import Spec
 from research.hardware import Chip
 from research.measure.op import PRODUCTS, Op
+from research.training.flops import multiplied
+from research.training.optimizer import group
 
 _FLOAT32 = 4
 
@@ -55,26 +56,24 @@ def op_cost(op: Op, phase: str) -> Cost:
 def attention_cost(spec: Spec) -> Cost:
     """Forward and backward of all layers' attentions, with their indexers."""
     cost, settings = Cost(0, 0, 0), spec.settings
-    for kind in settings.model.layers * settings.model.repeats:
+    for kind in settings.model.all_layers:
         cost += op_cost(Op.make(spec, kind), "forward_backward")
         if spec.visibility(kind).selects:
             cost += index_cost(spec)
     return cost
 
 
-def matrices_cost(spec: Spec, params: Any, *, unused: tuple[str, ...] = ()) -> Cost:
-    """Every matrix of a Haiku tree times every token: forward, and both products of the backward pass.
+def matrices_cost(spec: Spec, params: hk.Params) -> Cost:
+    """Every matrix times the tokens that meet it: forward, and both products of the backward pass.
 
     Args:
       spec: the model.
       params: arrays or their shapes.
-      unused: parts of names of modules whose matrices are looked up, not multiplied.
     """
     tokens, flops = spec.settings.data.batch_size * spec.settings.data.seq_len, 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path)
-        if leaf.ndim > 1 and not any(part in name for part in unused):
-            flops += 2 * tokens * math.prod(leaf.shape) * (3 if spec.trains_indexer or "indexer" not in name else 1)
+    for module, name, leaf in hk.data_structures.traverse(params):
+        passes = 3 if spec.trains_indexer or group(module, name) != "indexer" else 1
+        flops += 2 * tokens * leaf.size * multiplied(spec, module, name) * passes
     return Cost(flops, flops, 0)
 
 

@@ -26,7 +26,7 @@ def plan(settings: Settings) -> list[Planned]:
     Raises:
       SettingError: the config has several kinds of layers, or one that has no blocks to choose.
     """
-    if len(set(settings.model.layers)) > 1:
+    if len(settings.model.kinds) > 1:
         raise settings.model.error("layers", "of one kind, for a search")
     platform = topology_chip(settings.aot.topology).platform
     if (name := Spec.make(settings, platform).backend) != "splash":

@@ -86,6 +86,7 @@ def gradients(
 
     Returns:
       `(trained, fixed, batch) -> (gradient, terms)`: the loss's gradient by `trained`, and the whole batch's terms.
+      Totals of terms that are not minimised may be float32 arrays of any shape.
     """
     summed = _summed if mesh is not None else lambda tree: tree
 
@@ -119,7 +120,9 @@ def gradients(
                 return jax.tree.map(jnp.add, sums, (gradient, totals)), None
 
             counts = summed({name: each.sum() for name, each in jax.lax.map(count, split).items()})
-            zeros = jax.tree.map(jnp.zeros_like, trained), dict.fromkeys(counts, jnp.zeros((), jnp.float32))
+            shapes = jax.eval_shape(terms, trained, fixed, jax.tree.map(lambda rows: rows[0], split))
+            totals = {name: jnp.zeros_like(mean.total) for name, mean in shapes.items()}
+            zeros = jax.tree.map(jnp.zeros_like, trained), totals
             (gradient, totals), _ = jax.lax.scan(add, zeros, split)
         totals = summed(totals)
         return summed(gradient), {name: Mean(totals[name], counts[name]) for name in totals}

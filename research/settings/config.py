@@ -8,7 +8,7 @@ import ml_collections
 
 from research.settings.attention import Attention, Rope
 from research.settings.group import Allowed, Group, setting
-from research.settings.model import Data, Model
+from research.settings.model import Data, Experts, Model
 from research.settings.running import Aot, Bench, Distributed, Run, Wandb
 from research.settings.training import Optimizer, Profile, Train
 
@@ -32,6 +32,7 @@ class Settings(Group):
         ),
     )
     model: Model = dataclasses.field(default_factory=Model)
+    experts: Experts = dataclasses.field(default_factory=Experts)
     attention: Attention = dataclasses.field(default_factory=Attention)
     rope: Rope = dataclasses.field(default_factory=Rope)
     data: Data = dataclasses.field(default_factory=Data)
@@ -46,13 +47,14 @@ class Settings(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds, attention = set(self.model.layers), self.attention
+        kinds, attention = set(self.model.kinds), self.attention
         for field in dataclasses.fields(attention):
             kind = field.metadata["only"]
             if kind and kind not in kinds and not attention.is_default(field.name):
                 raise attention.error(field.name, f"left at {field.default!r}: model.layers has no {kind} layer")
         if kinds == {"csa"} and not attention.is_default("schedule"):
             raise attention.error("schedule", "auto: model.layers has only csa layers, whose schedule is csa_schedule")
+        self._check_experts()
         if self.data.batch_size % self.train.accumulate:
             raise self.train.error("accumulate", f"a divisor of data.batch_size={self.data.batch_size}")
         steps = self.train.steps
@@ -60,6 +62,19 @@ class Settings(Group):
             raise self.optimizer.error("warmup_steps", f"below train.steps={steps}")
         if self.profile.steps > max(0, steps - WARM_UP_STEPS):
             raise self.profile.error("steps", f"from 0 to train.steps={steps} less {WARM_UP_STEPS} for warming up")
+
+    def _check_experts(self) -> None:
+        """Raises SettingError where the layers of experts are not those of the model."""
+        experts, model = self.experts, self.model
+        # What is stacked is one program, which gets its tokens' experts in one way.
+        apart = len(model.prefix) + (len(model.layers) if model.repeats == 1 else 0)
+        if experts.hash_layers > apart:
+            where = "model.prefix" if model.repeats > 1 else "model.prefix and model.layers"
+            raise experts.error("hash_layers", f"from 0 to {apart}, the layers of {where}")
+        if experts.count and experts.hash_layers == len(model.all_layers):
+            for name in ("balance_rate", "balance_weight"):
+                if not experts.is_default(name):
+                    raise experts.error(name, f"left at {experts.default(name)!r}: all layers are hash layers")
 
     def replace(self, **changes: dict[str, Any]) -> "Settings":
         """With other values of some groups' fields: `replace(attention={"block_q": 128})`."""
@@ -71,19 +86,21 @@ class Settings(Group):
         for name in names:
             group, _, field = name.rpartition(".")
             settings = getattr(self, group) if group else self
-            if is_idle(name, self.model.layers) and not settings.is_default(field):
+            if is_idle(name, self.model.kinds) and not settings.is_default(field):
                 kinds = " or ".join(type(settings).__dataclass_fields__[field].metadata["kinds"])
                 words = f"left at {settings.default(field)!r}: model.layers has no {kinds} layer"
                 raise settings.error(field, words)
 
     def for_kind(self, kind: str) -> "Settings":
-        """Of one layer of that kind alone: what the others alone would read has its default."""
+        """Of one layer's attention of that kind alone: what the others alone would read has its default."""
         attention = self.attention
         idle = [field.name for field in dataclasses.fields(attention) if field.metadata["only"] not in ("", kind)]
         if kind == "csa":
             idle.append("schedule")
-        return self.replace(
-            model={"layers": (kind,), "repeats": 1}, attention={name: attention.default(name) for name in idle}
+        alone = dataclasses.replace(self, experts=Experts())
+        return alone.replace(
+            model={"prefix": (), "layers": (kind,), "repeats": 1},
+            attention={name: attention.default(name) for name in idle},
         )
 
 

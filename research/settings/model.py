@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from research.settings.group import NOT_NEGATIVE, POSITIVE, Allowed, Group, one_of, setting
+from research.settings.group import NOT_NEGATIVE, POSITIVE, UNSET_OR_MORE, Allowed, Group, one_of, setting
 
 TEXT = "text"
 TASKS = ("recall", "needle")
@@ -13,10 +13,19 @@ TASKS = ("recall", "needle")
 class Model(Group, group="model"):
     """A decoder language model."""
 
+    prefix: tuple[str, ...] = setting((), "attention kind of each layer before the stack, none repeated")
     layers: tuple[str, ...] = setting(("sliding", "csa", "hca"), "attention kind of each layer of one repeat")
     repeats: int = setting(1, "how often `layers` is stacked; compile time does not depend on it", POSITIVE)
     hidden: int = setting(128, "width of the hidden states", POSITIVE)
-    ffn_width: int = setting(344, "SwiGLU's inner width", POSITIVE)
+    ffn_width: int = setting(344, "SwiGLU's inner width, of each expert if there are some", POSITIVE)
+    swiglu_limit: float = setting(
+        0.0, "SwiGLU's gate is at most this, its other factor within it both ways; 0: no limit", NOT_NEGATIVE
+    )
+    streams: int = setting(
+        1, "copies of the residual stream, mixed by hyper-connections; 1: a plain residual", POSITIVE
+    )
+    sinkhorn_rounds: int = setting(20, "in which the streams' mixing matrix is balanced", POSITIVE)
+    streams_eps: float = setting(1e-6, "of the streams' gates and of their balancing", POSITIVE)
     tied_head: bool = setting(True, "output projection shares the embedding's matrix")
     norm_eps: float = setting(1e-6, "of all RMS norms", POSITIVE)
     dtype: str = setting(
@@ -25,6 +34,53 @@ class Model(Group, group="model"):
     remat: str = setting(
         "none", "what is recomputed in the backward pass: nothing, or each block", one_of("none", "block")
     )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """See `Group`."""
+        if self.streams == 1:
+            for name in ("sinkhorn_rounds", "streams_eps"):
+                if not self.is_default(name):
+                    yield name, f"left at {self.default(name)!r} with model.streams=1"
+
+    @property
+    def all_layers(self) -> tuple[str, ...]:
+        """The kind of every layer, from the first to the last."""
+        return self.prefix + self.layers * self.repeats
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The distinct kinds of layers."""
+        return tuple(dict.fromkeys(self.prefix + self.layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts(Group, group="experts"):
+    """Feed-forward layers of which each token uses a few: a mixture of experts, each of width `model.ffn_width`."""
+
+    count: int = setting(0, "routed experts of a layer; 0: one feed-forward layer for all tokens", NOT_NEGATIVE)
+    per_token: int = setting(2, "experts that a token is given to", POSITIVE)
+    shared: int = setting(
+        1, "experts that serve every token beside them: none or one", Allowed(lambda n: n in (0, 1), "0 or 1")
+    )
+    hash_layers: int = setting(0, "of the first layers: a table gives each token id its experts", NOT_NEGATIVE)
+    scale: float = setting(1.5, "what the weights of a token's experts sum to", POSITIVE)
+    backend: str = setting(
+        "auto", "how they are computed; auto: by platform", one_of("auto", "dense", "blocks", "ragged")
+    )
+    block_rows: int = setting(0, "rows of a block of tokens of one expert, under blocks", UNSET_OR_MORE)
+    balance_rate: float = setting(1e-3, "by which an update moves the balance of experts", NOT_NEGATIVE)
+    balance_weight: float = setting(1e-4, "of the loss that keeps each document's experts even", NOT_NEGATIVE)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """See `Group`."""
+        if not self.count:
+            for field in dataclasses.fields(self):
+                if not self.is_default(field.name):
+                    yield field.name, f"left at {field.default!r} with experts.count=0"
+        elif self.per_token > self.count:
+            yield "per_token", f"from 1 to experts.count={self.count}"
+        if self.block_rows and self.backend in ("dense", "ragged"):
+            yield "block_rows", f"left at 0 with experts.backend={self.backend}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,8 @@ def _scheduled(config: ml_collections.ConfigDict, case: Overrides) -> tuple[set[
     CSA layers that select keep theirs beside others, for only runtime masks serve both. Those that do not yet select
     see all entries, as HCA does.
     """
-    layers, selects = {*_value(config, case, "model.layers")}, _value(config, case, "attention.csa_stage") == "sparse"
+    layers = {*_value(config, case, "model.prefix"), *_value(config, case, "model.layers")}
+    selects = _value(config, case, "attention.csa_stage") == "sparse"
     scheduled = layers - {"csa"} if selects and layers != {"csa"} else layers
     kinds = {"hca" if kind == "csa" and not selects else kind for kind in scheduled}
     fields = {"attention.csa_schedule" if kind == "csa" else "attention.schedule" for kind in scheduled}

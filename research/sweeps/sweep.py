@@ -106,7 +106,7 @@ def settings_at(target: str, common: fields.Overrides, point: experiment.Point) 
     """
     config = experiment.config(target)
     fields.override(config, common | point.overrides)
-    idle = {name for name in common if is_idle(name, config.model.layers)}
+    idle = {name for name in common if is_idle(name, (*config.model.prefix, *config.model.layers))}
     given = {name: value for name, value in (common | point.overrides).items() if name not in idle - {*point.overrides}}
     config = experiment.config(target)
     fields.override(config, given)
@@ -171,7 +171,8 @@ def _point(target: str, common: fields.Overrides, point: experiment.Point, platf
         raise ConfigError(f"{folder} holds a run with other settings ({'; '.join(changed)}); --fresh replaces it")
     command = (_from_here(sys.executable), _from_here(_TRAIN), f"--config={target}", *flags)
     finished = summary.get("status") == FINISHED
-    return Point(point.overrides, folder, settings.model.layers, command, finished, point.after)
+    layers = (*settings.model.prefix, *settings.model.layers)
+    return Point(point.overrides, folder, layers, command, finished, point.after)
 
 
 def folder_name(target: str, common: fields.Overrides) -> str:

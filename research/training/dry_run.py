@@ -6,6 +6,7 @@ import jax
 import rich.console
 
 from research import data as data_lib
+from research.model import feed_forward
 from research.parallel import batch as parallel
 from research.settings.config import Settings, as_config
 from research.training import flops, optimizer, report, trainer
@@ -31,7 +32,7 @@ def dry_run(settings: Settings, console: rich.console.Console) -> None:
     batch = jax.tree.map(_shape, parallel.distribute(next(data.validation_batches(1)), mesh))
 
     console.print(str(as_config(settings)), markup=False, highlight=False)
-    report.show_run(console, settings, state.params, spec.effective())
+    report.show_run(console, settings, state.params, spec.effective() | feed_forward.effective(spec, mesh.size))
     for note in notes(spec):
         console.print(f"warning: {note}", soft_wrap=True, markup=False, highlight=False)
     told = ", ".join(f"{name} {value:,}" for name, value in data.describe().items() if isinstance(value, int))

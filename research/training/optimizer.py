@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from research.attention.spec import Spec
+from research.model.router import UNTRAINED
 from research.settings.config import Settings
 
 
@@ -48,17 +49,24 @@ def build(spec: Spec) -> optax.GradientTransformation:
         ),
     )
     groups = {name: adamw if learns else _kept(adamw) for name, learns in trains(spec).items()}
-    return optax.partition(groups, lambda params: hk.data_structures.map(lambda module, *_: group(module), params))
+    if "fixed" in groups:
+        groups["fixed"] = optax.set_to_zero()  # and no moments, which a table of integers cannot have
+    return optax.partition(
+        groups, lambda params: hk.data_structures.map(lambda module, name, _: group(module, name), params)
+    )
 
 
-def group(module: str) -> str:
-    """The group of a Haiku module's parameters: 'indexer' or 'model'."""
+def group(module: str, name: str) -> str:
+    """The group of a parameter of a Haiku module: 'indexer', 'fixed', which no gradient trains, or 'model'."""
+    if name in UNTRAINED:
+        return "fixed"
     return "indexer" if "indexer" in module.split("/") else "model"
 
 
 def trains(spec: Spec) -> dict[str, bool]:
-    """Which groups learn."""
-    return {"model": spec.trains_model, "indexer": spec.trains_indexer}
+    """Which groups learn by gradients, of those that the model has."""
+    learn = {"model": spec.trains_model, "indexer": spec.trains_indexer}
+    return learn | ({"fixed": False} if spec.settings.experts.count else {})
 
 
 def restarted(opt_state: optax.OptState) -> optax.OptState:
@@ -91,4 +99,4 @@ def decayed(params: hk.Params) -> dict[str, dict[str, bool]]:
     return hk.data_structures.map(lambda module, name, value: name not in _NOT_DECAYED, params)
 
 
-_NOT_DECAYED = ("scale", "sinks", "position_bias")
+_NOT_DECAYED = ("scale", "sinks", "position_bias", "bias", *UNTRAINED)

@@ -24,7 +24,7 @@ def show_run(
     params: hk.Params,
     effective: dict[str, dict[str, Any]],
 ) -> None:
-    """Prints how the config differs from the base, the parameters (or their shapes), and the attention settings."""
+    """Prints how the config differs from the base, the parameters (or their shapes), and the settings in effect."""
     console.print(_config_table(settings), _parameter_table(params), _effective_table(effective))
 
 
@@ -111,7 +111,7 @@ def _parameter_table(params: hk.Params) -> rich.table.Table:
 
 
 def _effective_table(effective: dict[str, dict[str, Any]]) -> rich.table.Table:
-    table = rich.table.Table("layer", "effective settings", title="attention", box=_BOX)
+    table = rich.table.Table("layer", "effective settings", title="attention and experts", box=_BOX)
     for kind, settings in effective.items():
         table.add_row(kind, ", ".join(f"{name}={setting}" for name, setting in settings.items()))
     return table

@@ -17,10 +17,12 @@ from research.metrics import Mean
 from research.model import language_model
 from research.parallel import batch as parallel
 from research.settings.attention import Kernel
-from research.training import accuracy, loss
+from research.training import accuracy, balance, loss
 from research.training import optimizer as optimizer_lib
 
 Metrics = dict[str, jax.Array]
+
+LOADS = "loads/"
 
 
 class State(NamedTuple):
@@ -61,25 +63,29 @@ def losses(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, M
 
     Returns:
       loss: the language model's, over the tokens that have a target; see `loss.cross_entropy`.
-      indexer_...: what the model says of its indexers, over the layers and tokens that they have a part in; see
-        `research.attention.indexer.loss`.
+      The means of `language_model.Output`; and, with `LOADS` before the layer's name, the loads of experts as float32.
     """
-    logits, indexer_means = model.apply(params, None, jnp.asarray(batch["inputs"]), documents(batch))
-    return _losses(logits, indexer_means, batch)
+    output = _apply(model, params, batch)
+    tokens = (jnp.asarray(batch["segments"]) >= 0).sum()
+    loads = {f"{LOADS}{name}": Mean(load.astype(jnp.float32), tokens) for name, load in output.loads.items()}
+    return _losses(output, batch) | loads
 
 
 def measures(model: hk.Transformed, params: hk.Params, batch: dict) -> dict[str, Mean]:
-    """What validation asks for: as `losses`, and a recall task's accuracy."""
-    logits, indexer_means = model.apply(params, None, jnp.asarray(batch["inputs"]), documents(batch))
-    means = _losses(logits, indexer_means, batch)
+    """What validation asks for: as `losses` without loads, and a recall task's accuracy."""
+    output = _apply(model, params, batch)
+    means = _losses(output, batch)
     if "distances" in batch:
-        means |= accuracy.by_distance(logits, batch["targets"], batch["distances"])
+        means |= accuracy.by_distance(output.logits, batch["targets"], batch["distances"])
     return means
 
 
-def _losses(logits: jax.Array, indexer_means: dict[str, Mean], batch: dict) -> dict[str, Mean]:
-    language = {"loss": loss.cross_entropy(logits, batch["targets"], batch["segments"])}
-    return language | {f"indexer_{name}": mean for name, mean in indexer_means.items()}
+def _apply(model: hk.Transformed, params: hk.Params, batch: dict) -> language_model.Output:
+    return model.apply(params, None, jnp.asarray(batch["inputs"]), documents(batch))
+
+
+def _losses(output: language_model.Output, batch: dict) -> dict[str, Mean]:
+    return {"loss": loss.cross_entropy(output.logits, batch["targets"], batch["segments"])} | output.means
 
 
 def make_update(
@@ -90,36 +96,43 @@ def make_update(
 ) -> Callable[..., tuple[State, Metrics]]:
     """Returns `(state, batch, going=True) -> (state, metrics)`.
 
-    Minimised is the language model's loss and, at its weight, the mean of the indexers' losses over the CSA layers and
-    tokens. Metrics are scalars: loss (the language model's), tokens, indexer_kl where indexers learn, and grad_norm,
-    before clipping, of all that learns. Where one of them is not finite, the state returned is the one given: what led
-    there can be looked at. So it is where `going`, bool [], is false: it is the metric `going` of the update before,
-    which says whether that and all before it were finite. So updates can be started before the host has seen the
-    numbers of earlier ones. With a mesh, the devices share the rows of the batch; see `parallel.gradients`.
+    Minimised is the language model's loss and, at their weights, the mean of the indexers' losses over the CSA layers
+    and tokens, and that of the experts' balance over layers and documents. After the optimizer, each expert's balance
+    is moved by its load, see `balance.move`. Metrics are scalars: loss (the language model's), tokens, the means of the
+    model, those of `balance.metrics`, and grad_norm, before clipping, of all that learns. Where one of them is not
+    finite, the state returned is the one given: what led there can be looked at. So it is where `going`, bool [], is
+    false: it is the metric `going` of the update before, which says whether that and all before it were finite. So
+    updates can be started before the host has seen the numbers of earlier ones. With a mesh, the devices share the rows
+    of the batch; see `parallel.gradients`.
     """
     trains = optimizer_lib.trains(spec)
-    weights = {"loss": 1.0, "indexer_kl": spec.settings.attention.indexer_loss_weight}
+    attention, experts = spec.settings.attention, spec.settings.experts
+    weights = {"loss": 1.0, "indexer_kl": attention.indexer_loss_weight, "balance": experts.balance_weight}
+    rate = experts.balance_rate if spec.trains_model else 0.0
 
     def terms(trained: hk.Params, fixed: hk.Params, batch: dict) -> dict[str, Mean]:
         return losses(model, hk.data_structures.merge(trained, fixed), batch)
 
     gradients = parallel.gradients(terms, weights, mesh, spec.settings.train.accumulate)
 
-    def apply(state: State, grads: hk.Params) -> State:
+    def apply(state: State, grads: hk.Params, loads: balance.Loads) -> State:
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return State(optax.apply_updates(state.params, changes), opt_state)
+        return State(balance.move(optax.apply_updates(state.params, changes), loads, rate), opt_state)
 
     def update(state: State, batch: dict, going: jax.Array | bool = True) -> tuple[State, Metrics]:
         trained, fixed = hk.data_structures.partition(
-            lambda module, *_: trains[optimizer_lib.group(module)], state.params
+            lambda module, name, _: trains[optimizer_lib.group(module, name)], state.params
         )
         grads, means = gradients(trained, fixed, batch)
+        loads = {name.removeprefix(LOADS): means.pop(name).total for name in [*means] if name.startswith(LOADS)}
         grads = hk.data_structures.merge(grads, jax.tree.map(jnp.zeros_like, fixed))
         metrics = {name: mean.mean() for name, mean in means.items()}
         metrics |= {"tokens": means["loss"].count, "grad_norm": optax.tree.norm(grads)}
+        metrics |= balance.metrics(state.params, loads)
         going &= jnp.stack([jnp.isfinite(value) for value in metrics.values()]).all()
         # A branch, not a selection, which would need the memory of both states.
-        return jax.lax.cond(going, apply, lambda state, _: state, state, grads), metrics | {"going": going}
+        state = jax.lax.cond(going, apply, lambda state, *_: state, state, grads, loads)
+        return state, metrics | {"going": going}
 
     return update
 

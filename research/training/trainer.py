@@ -18,7 +18,7 @@ from research import errors
 from research.attention.spec import Spec
 from research.errors import ConfigError, DamagedError
 from research.metrics import Mean
-from research.model import language_model
+from research.model import feed_forward, language_model
 from research.parallel import batch as parallel
 from research.runs import checkpoints, files
 from research.runs.folder import FINISHED, SUMMARY
@@ -62,7 +62,7 @@ class Trainer:
 
     Attributes:
       spec: the model.
-      effective: settings that attention will really use, by kind of layer.
+      effective: settings that attention will really use, by kind of layer, and how experts are computed.
       data: the corpus, packed.
       iterator: where training stands in it; every process has the same.
       state: parameters and optimizer, the same on every device.
@@ -80,7 +80,7 @@ class Trainer:
           NotImplementedError: a backend cannot serve the request.
         """
         self.spec = validate(settings)
-        self.effective = self.spec.effective()
+        self.effective = self.spec.effective() | feed_forward.effective(self.spec, jax.device_count())
         self.data = data_lib.build(settings, self.spec.alignment)
         self.iterator, self.batch, self.nonfinite_batch = self.data.train_iterator(), None, None
         self._settings, self._mesh = settings, parallel.mesh(settings)

@@ -46,8 +46,7 @@ tell(status="ok", final_loss=1.5)
 
 # Runs launch/sweep.py with the fake, whose path comes first.
 LAUNCHER = """
-import pathlib, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+import pathlib, sys
 from research.sweeps import sweep
 sweep._TRAIN = pathlib.Path(sys.argv.pop(1))
 sweep.detect_platform = lambda: "cpu"

@@ -112,14 +112,17 @@ def test_the_slower_side_bounds():
 
 
 def test_matrices_meet_every_token_and_vectors_none():
-    params = {"a": {"w": np.zeros((3, 5)), "b": np.zeros(5)}, "a/indexer": {"w": np.zeros((2, 2))}}
+    params = {"a": {"w": np.zeros((3, 5)), "scale": np.zeros(5)}, "a/indexer": {"w": np.zeros((2, 2))}}
     size = {"data__seq_len": 10, "data__chunk_len": 0}
     learns = {
         weight: Spec.make(config_of(attention__indexer_loss_weight=weight, **size), "tpu") for weight in (1.0, 0.0)
     }
     flops = {weight: roofline.matrices_cost(spec, params).scheduled_flops for weight, spec in learns.items()}
     assert flops == {1.0: 2 * 10 * (15 + 4) * 3, 0.0: 2 * 10 * (15 * 3 + 4)}
-    assert roofline.matrices_cost(learns[1.0], params, unused=("indexer",)).scheduled_flops == 2 * 10 * 15 * 3
+    params = {"embed": {"embeddings": np.zeros((3, 5))}}
+    heads = {tied: Spec.make(config_of(model__tied_head=tied, **size), "tpu") for tied in (True, False)}
+    found = {tied: roofline.matrices_cost(spec, params).scheduled_flops for tied, spec in heads.items()}
+    assert found == {True: 2 * 10 * 15 * 3, False: 0}
 
 
 def row(peak, seconds, compile_seconds, **others):

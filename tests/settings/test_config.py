@@ -121,7 +121,8 @@ def test_every_setting_is_read(monkeypatch, tmp_path):
     for name in "abcdefgh":
         (tmp_path / "text" / name).write_text(f"A few words of text {name}. " * 20)
     config = tiny.get_config()
-    config.model.layers = ("sliding", "csa")
+    config.model.update(prefix=("sliding",), layers=("csa",), streams=2)
+    config.experts.count = 4
     config.rope.yarn_factor = 2.0
     config.data.update(path=str(tmp_path / "text"), seq_len=16, batch_size=1, validation_fraction=0.4)
     config.train.update(steps=1, eval_batches=1)
@@ -153,6 +154,30 @@ REFUSED = [
     ({"model.layers": ()}, r"model.layers=\(\): must be a non-empty tuple with members among sliding, hca, csa"),
     ({"model.layers": ("hca,csa",)}, r"model.layers=\('hca,csa',\): must be .* among sliding, hca, csa"),
     ({"model.layers": ("hca", "HCA")}, r"model.layers=\('hca', 'HCA'\): must be .* among sliding, hca, csa"),
+    ({"model.prefix": ("abc",)}, r"model.prefix=\('abc',\): must be a tuple with members among sliding, hca, csa"),
+    ({"model.sinkhorn_rounds": 5}, "model.sinkhorn_rounds=5: must be left at 20 with model.streams=1"),
+    ({"model.streams_eps": 1e-5}, "model.streams_eps=1e-05: must be left at 1e-06 with model.streams=1"),
+    ({"experts.per_token": 3}, "experts.per_token=3: must be left at 2 with experts.count=0"),
+    ({"experts.count": 4, "experts.per_token": 5}, "experts.per_token=5: must be from 1 to experts.count=4"),
+    ({"experts.shared": 2}, "experts.shared=2: must be 0 or 1"),
+    ({"experts.backend": "sparse"}, "experts.backend='sparse': must be one of auto, dense, blocks, ragged"),
+    (
+        {"experts.count": 4, "experts.backend": "dense", "experts.block_rows": 8},
+        "experts.block_rows=8: must be left at 0 with experts.backend=dense",
+    ),
+    ({"experts.count": 4, "experts.hash_layers": 4}, "experts.hash_layers=4: must be from 0 to 3, the layers of"),
+    (
+        {"experts.count": 4, "experts.hash_layers": 2, "model.prefix": ("hca",), "model.repeats": 2},
+        "experts.hash_layers=2: must be from 0 to 1, the layers of model.prefix",
+    ),
+    (
+        {"experts.count": 4, "experts.hash_layers": 3, "experts.balance_rate": 0.1},
+        "experts.balance_rate=0.1: must be left at 0.001: all layers are hash layers",
+    ),
+    (
+        {"experts.count": 4, "experts.hash_layers": 3, "experts.balance_weight": 0.1},
+        "experts.balance_weight=0.1: must be left at 0.0001: all layers are hash layers",
+    ),
     ({"model.dtype": "float16"}, "model.dtype='float16': must be one of float32, bfloat16"),
     ({"attention.flash_kernel": "cuda"}, "attention.flash_kernel='cuda': must be one of auto, mosaic, triton, xla"),
     ({"rope.angles": "rounded"}, "rope.angles='rounded': must be one of exact, reference"),

@@ -87,7 +87,7 @@ def gradients(of):
 
 
 def groups(params):
-    return [(optimizer.group(module), f"{module}/{name}", leaf) for module, name, leaf in params_of(params)]
+    return [(optimizer.group(module, name), f"{module}/{name}", leaf) for module, name, leaf in params_of(params)]
 
 
 params_of = hk.data_structures.traverse
