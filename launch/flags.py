@@ -27,6 +27,7 @@ from research.settings import fields
 from research.settings.config import Settings, is_idle, read
 from research.sweeps import experiment
 
+_ARGUMENTS: list[str] = []  # of the command line, as absl's flags are
 _HELP = {"-h", "-help", "--help", "-?", "--helpshort", "--helpfull"}
 
 
@@ -42,7 +43,13 @@ def define_config() -> None:
     flags.DEFINE_string("preset", "", "overrides saved under that name by a search; the command line's win")
 
 
-def run(main: Callable[[], int], *, config_required: bool = True, check: Callable[[], object] = lambda: None) -> None:
+def run(
+    main: Callable[[], int],
+    *,
+    config_required: bool = True,
+    check: Callable[[], object] = lambda: None,
+    takes: Sequence[str] = (),
+) -> None:
     """Parses the command line, exits with what `main` returns, and reports foreseen errors in a line.
 
     Without arguments the launcher's own description is the answer, and to `--help` all flags, experiments and fields.
@@ -52,11 +59,12 @@ def run(main: Callable[[], int], *, config_required: bool = True, check: Callabl
       main: does the work, and returns the exit code.
       config_required: whether there must be a `--config`, if the launcher has that flag.
       check: raises ConfigError where flags say nothing together; called before JAX is imported.
+      takes: what its arguments beside flags are; see `arguments`.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
-            return _parse(argv, config_required)
+            return _parse(argv, config_required, takes)
         except Exception as error:
             _report(error)
 
@@ -83,6 +91,11 @@ def run(main: Callable[[], int], *, config_required: bool = True, check: Callabl
 def given() -> bool:
     """Whether there is a `--config`."""
     return "config" in flags.FLAGS and flags.FLAGS.config is not None
+
+
+def arguments() -> list[str]:
+    """The arguments beside flags, as many as `run` was told."""
+    return list(_ARGUMENTS)
 
 
 def target() -> str:
@@ -128,10 +141,10 @@ def overrides() -> fields.Overrides:
     return presets.load(flags.FLAGS.config.run.root, flags.FLAGS.preset) | given
 
 
-def _parse(argv: Sequence[str], config_required: bool) -> list[str]:
+def _parse(argv: Sequence[str], config_required: bool, takes: Sequence[str]) -> list[str]:
     program, *arguments = argv
     if not arguments:
-        usage.show_short(rich.console.Console(stderr=True))
+        usage.show_short(rich.console.Console(stderr=True), takes)
         sys.exit(exits.INVALID)
     try:
         arguments = flags.FLAGS.read_flags_from_files(arguments, force_gnu=False)
@@ -140,7 +153,7 @@ def _parse(argv: Sequence[str], config_required: bool) -> list[str]:
     takes_config = "config" in flags.FLAGS
     line = line_lib.read(arguments) if takes_config else line_lib.Line(None, None, {}, arguments)
     if _HELP & set(line.rest):
-        usage.show_whole(rich.console.Console(), line.config)
+        usage.show_whole(rich.console.Console(), line.config, takes)
         sys.exit(exits.FINISHED)
     sys.argv = [
         program,
@@ -152,8 +165,13 @@ def _parse(argv: Sequence[str], config_required: bool) -> list[str]:
         raise ConfigError(line_lib.unknown_flag(error.flagname, arguments)) from error
     except flags.Error as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    if positional := ["--"] * ("--" in line.rest) + unparsed[1:]:
-        raise ConfigError(f"{positional[0]}: unexpected; overrides are written --config.group.field=value")
+    positional = ["--"] * ("--" in line.rest) + unparsed[1:]
+    if len(positional) < len(takes):
+        raise ConfigError(f"{takes[len(positional)]}: is missing; see --help")
+    if positional[len(takes) :]:
+        told = "overrides are written --config.group.field=value" if takes_config else "see --help"
+        raise ConfigError(f"{positional[len(takes)]}: unexpected; {told}")
+    _ARGUMENTS[:] = positional
     if config_required and takes_config and line.config is None:
         raise ConfigError("--config: is missing; must be experiments/NAME.py or experiments/NAME.py:ARG, see --help")
     return unparsed

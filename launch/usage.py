@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
@@ -20,20 +21,23 @@ EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
 _SHARED = ("launch.flags", "launch.measuring")  # modules whose flags are a launcher's own, beside its file's
 
 
-def show_short(console: rich.console.Console) -> None:
-    """Prints the launcher's description, which begins with an example."""
-    _show_description(console)
+def show_short(console: rich.console.Console, takes: Sequence[str] = ()) -> None:
+    """Prints the launcher's description, which begins with an example; `takes` as in `flags.run`."""
+    _show_description(console, takes)
     console.print("\n--help shows all flags, experiments and fields.", soft_wrap=True)
 
 
-def show_whole(console: rich.console.Console, config: ml_collections.ConfigDict | None) -> None:
+def show_whole(
+    console: rich.console.Console, config: ml_collections.ConfigDict | None, takes: Sequence[str] = ()
+) -> None:
     """Prints the launcher's description and its flags; and experiments and fields, where it takes `--config`.
 
     Args:
       console: where to.
       config: the one of `--config`, whose values are shown, too; None without it.
+      takes: as in `flags.run`.
     """
-    _show_description(console)
+    _show_description(console, takes)
     console.print(_flags())
     if "config" not in absl_flags.FLAGS:
         return
@@ -47,11 +51,11 @@ def show_whole(console: rich.console.Console, config: ml_collections.ConfigDict 
             console.print(_fields(base, config, Settings, ""))
 
 
-def _show_description(console: rich.console.Console) -> None:
-    takes = (
-        "--config=experiments/NAME.py[:ARG] [--config.GROUP.FIELD=VALUE ...] " if "config" in absl_flags.FLAGS else ""
-    )
-    usage = f"usage: python {sys.argv[0]} {takes}[--FLAG=VALUE ...]\n"
+def _show_description(console: rich.console.Console, takes: Sequence[str]) -> None:
+    words = [sys.argv[0], *takes]
+    if "config" in absl_flags.FLAGS:
+        words.append("--config=experiments/NAME.py[:ARG] [--config.GROUP.FIELD=VALUE ...]")
+    usage = f"usage: python {' '.join(words)} [--FLAG=VALUE ...]\n"
     console.print(usage, markup=False, highlight=False, soft_wrap=True)
     console.print((sys.modules["__main__"].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
 

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ("research", "launch", "analysis", "experiments")
-# Installed by whom it concerns: the peer, and the compiler for TPUs.
-APART = {"torch", "transformers", "libtpu"}
+# Installed by whom it concerns: the peer and what comes with it, and the compiler for TPUs.
+APART = {"torch", "transformers", "safetensors", "libtpu"}
 
 
 def required(name):

@@ -110,6 +110,8 @@ def task(settings: Settings) -> Recall:
 
 def check(settings: Settings, alignment: int) -> None:
     """Raises SettingError where rows cannot be made; arguments as `packing_spec`. Reads nothing."""
+    if settings.model.vocab_size < VOCAB_SIZE:
+        raise settings.model.error("vocab_size", f"at least {VOCAB_SIZE}, the token ids of the data")
     if settings.data.task == TEXT:
         packing_spec(settings, alignment)
     else:

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int32
 
 from research.attention.layer.linear import project, weight
 from research.attention.spec import Spec
-from research.data import VOCAB_SIZE
 from research.metrics import Mean
 from research.model import experts as experts_lib
 from research.model.experts import Matrices
@@ -81,7 +80,7 @@ class MixtureOfExperts(hk.Module):
         """
         model, settings = self.spec.settings.model, self.spec.settings.experts
         flat, real = x.reshape(-1, x.shape[-1]), (segments >= 0).reshape(-1)
-        routing, scores = Router(settings, VOCAB_SIZE, by_table=self.by_table)(flat, tokens.reshape(-1), real)
+        routing, scores = Router(settings, model.vocab_size, by_table=self.by_table)(flat, tokens.reshape(-1), real)
         experts, hidden, width = settings.count, model.hidden, model.ffn_width
         matrices = Matrices(
             weight("gate", (experts, hidden, width)),

@@ -14,7 +14,6 @@ from research.attention.layer.linear import INIT_STD, project
 from research.attention.layer.norms import RMSNorm
 from research.attention.product import product
 from research.attention.spec import Spec
-from research.data import VOCAB_SIZE
 from research.metrics import Mean
 from research.model import streams
 from research.model.feed_forward import MixtureOfExperts, feed_forward
@@ -52,7 +51,9 @@ def build(spec: Spec, measure: bool = False) -> hk.Transformed:
     settings = spec.settings.model
 
     def forward(inputs: Int32[Array, "B S"], documents: Documents) -> Output:
-        embed = hk.Embed(VOCAB_SIZE, settings.hidden, w_init=hk.initializers.RandomNormal(INIT_STD), name="embed")
+        embed = hk.Embed(
+            settings.vocab_size, settings.hidden, w_init=hk.initializers.RandomNormal(INIT_STD), name="embed"
+        )
         x = embed(inputs).astype(settings.dtype)
         if settings.streams > 1:
             x = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], settings.streams, x.shape[2]))
@@ -85,7 +86,7 @@ def build(spec: Spec, measure: bool = False) -> hk.Transformed:
         loads = prefix_loads | stack_loads
         if settings.tied_head:
             return Output(product("bse,ve->bsv", x, embed.embeddings), means, loads)
-        return Output(project("head", x, VOCAB_SIZE), means, loads)
+        return Output(project("head", x, settings.vocab_size), means, loads)
 
     return hk.transform(forward)
 

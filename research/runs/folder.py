@@ -40,6 +40,7 @@ SUMMARY = "summary.json"
 LOCK = "lock"
 OWNER = "owner.json"
 FINISHED = "ok"  # the status of a summary
+IMPORTED = "imported"  # in the summary of a run that holds published weights, and no optimizer's memory
 
 _BEFORE_STARTS = "environment.json"  # what runs left that are older than the journal: the last start alone
 _SECONDS = 1.0  # for a reader who looks whether the folder is owned to be out of the way

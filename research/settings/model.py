@@ -17,6 +17,7 @@ class Model(Group, group="model"):
     layers: tuple[str, ...] = setting(("sliding", "csa", "hca"), "attention kind of each layer of one repeat")
     repeats: int = setting(1, "how often `layers` is stacked; compile time does not depend on it", POSITIVE)
     hidden: int = setting(128, "width of the hidden states", POSITIVE)
+    vocab_size: int = setting(257, "token ids, at least those of the data; of bytes there are 257", POSITIVE)
     ffn_width: int = setting(344, "SwiGLU's inner width, of each expert if there are some", POSITIVE)
     swiglu_limit: float = setting(
         0.0, "SwiGLU's gate is at most this, its other factor within it both ways; 0: no limit", NOT_NEGATIVE

@@ -4,8 +4,6 @@ import collections
 import contextlib
 import functools
 import math
-import pathlib
-import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +18,8 @@ from research.errors import ConfigError, DamagedError
 from research.metrics import Mean
 from research.model import feed_forward, language_model
 from research.parallel import batch as parallel
-from research.runs import checkpoints, files
-from research.runs.folder import FINISHED, SUMMARY
+from research.runs import checkpoints
+from research.runs import source as sources
 from research.settings.config import Settings
 from research.training import flops, optimizer
 from research.training import step as step_lib
@@ -98,7 +96,7 @@ class Trainer:
     def start_from(self) -> dict[str, Any]:
         """Takes over the parameters and the optimizer's memory of `train.start_from`, at the beginning of the schedule.
 
-        Changes nothing in that run's folder.
+        Imported weights have no such memory. Changes nothing in that run's folder.
 
         Returns:
           What was taken: run, step, and the digest of its arrays.
@@ -107,25 +105,19 @@ class Trainer:
           ConfigError: the run has not ended well, or has no such checkpoint, or one of another shape.
           DamagedError: the checkpoint is not whole.
         """
-        source = self._settings.train.start_from
-        field = f"config.train.start_from={source!r}"
-        name, _, number = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
-        folder = pathlib.Path(self._settings.run.root) / name
-        status = files.read_json(folder / SUMMARY).get("status", "unfinished, or no run")
-        if status != FINISHED:
-            raise ConfigError(f"{field}: {folder} is {status}; must be a run that ended well, by its id or path")
-        found = checkpoints.steps(folder / checkpoints.FOLDER)
-        step = int(number) if number else max(found, default=0)
-        if step not in found:
-            raise ConfigError(f"{field}: {folder} has no checkpoint {step}; must be ID@STEP, a step of {found[::-1]}")
+        field = f"config.train.start_from={self._settings.train.start_from!r}"
+        source = sources.find(field, self._settings.run.root, self._settings.train.start_from)
+        like = self.state._replace(opt_state=()) if source.imported else self.state
         try:
-            taken = checkpoints.read(folder / checkpoints.FOLDER, step, self.state)
+            taken = checkpoints.read(source.folder / checkpoints.FOLDER, source.step, like)
         except ConfigError as error:
             raise ConfigError(f"{field}: {error}") from error
         except DamagedError as error:
-            raise DamagedError(f"{field}: its checkpoint {step} is damaged ({error}); ID@STEP names another") from error
-        self.state = taken.state._replace(opt_state=optimizer.restarted(taken.state.opt_state))
-        return {"run": str(folder), "step": step, "digest": taken.digest}
+            told = f"its checkpoint {source.step} is damaged ({error}); ID@STEP names another"
+            raise DamagedError(f"{field}: {told}") from error
+        opt_state = self.state.opt_state if source.imported else optimizer.restarted(taken.state.opt_state)
+        self.state = taken.state._replace(opt_state=opt_state)
+        return {"run": str(source.folder), "step": source.step, "digest": taken.digest}
 
     def compile(self) -> None:
         """Compiles the update and the validation, and learns their `cost`."""

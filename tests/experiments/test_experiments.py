@@ -22,8 +22,8 @@ CASES = [(name, arg) for name, module in MODULES.items() for arg in module.ARGS]
 
 
 def platform(arg):
-    """Without an argument experiments are sized for an accelerator."""
-    return "tpu" if arg == "" else "cpu"
+    """Without an argument experiments are sized for an accelerator, and so are the published models."""
+    return "tpu" if arg in ("", "flash", "pro") else "cpu"
 
 
 def test_there_are_experiments():

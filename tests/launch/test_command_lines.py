@@ -16,7 +16,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = f"--config={ROOT}/tests/tiny.py"
 WITH_CONFIG = ("train", "sweep", "bench", "aot", "masks")
-LAUNCHERS = (*WITH_CONFIG, "selection", "peers", "report")
+LAUNCHERS = (*WITH_CONFIG, "selection", "peers", "report", "import_weights", "export_weights")
 EXPERIMENTS = sorted(path.name for path in (ROOT / "experiments").glob("[!_]*.py"))
 NOBODY = {"NETRC": "/no/such/file", "WANDB_API_KEY": "", "HOME": "/no/such/home"}  # logged in nowhere
 
@@ -53,8 +53,8 @@ def refused(launcher, *arguments, cwd, **environment):
 def test_without_arguments_it_shows_an_example(launcher, tmp_path):
     code, out, err = run(launcher, cwd=tmp_path)
     assert (code, out) == (2, "")
-    assert re.match(rf"usage: python .*launch/{launcher}.py (--config=|\[--FLAG)", err)
-    assert re.search(rf"(python launch/{launcher}.py --|make {launcher})", err)
+    assert re.match(rf"usage: python .*launch/{launcher}.py (FOLDER |ID FOLDER )?(--config=|\[--FLAG)", err)
+    assert re.search(rf"(python launch/{launcher}.py (--|FOLDER|ID)|make {launcher})", err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,7 +64,7 @@ def test_help_shows_flags_experiments_and_fields(launcher, flag, tmp_path):
     assert (code, err) == (0, "")
     assert f"usage: python {ROOT}/launch/{launcher}.py" in out
     if launcher not in WITH_CONFIG:
-        assert "--config" not in out
+        assert "Fields of the config" not in out
         return
     for told in ("--config", "--preset", "--config.attention.block_q", "queries per block", "--config.seed"):
         assert told in out
@@ -189,6 +189,13 @@ OTHERS = [
     ("peers", ("--kinds=dense",), "--kinds=dense: must be among sliding, hca, csa"),
     ("report", ("--runs=nowhere",), "--runs=nowhere: no such folder"),
     ("report", ("nowhere",), "nowhere: unexpected"),
+    ("import_weights", ("--id=x",), "FOLDER: is missing"),
+    ("import_weights", ("nowhere",), "nowhere: holds no config.json"),
+    ("import_weights", ("nowhere", "more"), "more: unexpected; see --help"),
+    ("import_weights", ("nowhere", "--config.seed=3"), "--config.seed: no such flag"),
+    ("export_weights", ("a",), "FOLDER: is missing"),
+    ("export_weights", ("a", "b", "--dtype=int8"), "flag --dtype=int8"),
+    ("export_weights", ("a", "b"), "ID: runs/a is unfinished, or no run"),
 ]
 
 

@@ -3,13 +3,13 @@
 `inputs.npz` holds x and the cotangent, one row of the longest case; a case of length S takes their first S tokens.
 `<kind>.npz` holds the weights (`weight:<parameter>`) and for each S the output, its gradient by x, and the gradient
 by each parameter (`<S>:output`, `<S>:x`, `<S>:<parameter>`). Of the longest case it holds only the last
-`cases.KEPT_ROWS` rows of output and gradient by x, which keeps all of it below 3 MB.
+`cases.KEPT_ROWS` rows of output and gradient by x, which keeps all of it below 3 MB. `whole/` is described in `whole`.
 """
 
 import numpy as np
 
 from research.attention.visibility import KINDS
-from tests.parity import cases, reference
+from tests.parity import cases, reference, whole, whole_reference
 
 
 def main() -> None:
@@ -30,6 +30,21 @@ def main() -> None:
         path = cases.FIXTURES / f"{name}.npz"
         np.savez_compressed(path, **arrays)
         print(f"{path.name}: {path.stat().st_size:,} bytes")
+    _write_whole()
+
+
+def _write_whole(seed: int = 3) -> None:
+    """The whole model; prints the share of gates beyond their limit."""
+    model = whole_reference.Whole(seed)
+    rng = np.random.RandomState(1)
+    tokens = rng.randint(0, whole_reference.SIZES["vocab_size"], (1, whole.SEQ_LEN)).astype(np.int32)
+    cotangent = rng.standard_normal((*tokens.shape, whole_reference.SIZES["vocab_size"])).astype(np.float32)
+    logits = model.run(tokens, cotangent)
+    model.save(whole.FOLDER / "weights")
+    (whole.FOLDER / "weights" / "generation_config.json").unlink()
+    model.save_gradients(whole.FOLDER / "gradients")
+    np.savez_compressed(whole.FOLDER / "answers.npz", tokens=tokens, logits=logits, cotangent=cotangent)
+    print(f"whole: {model.share_beyond(tokens):.1%} of the gates beyond their limit")
 
 
 if __name__ == "__main__":
